@@ -1,0 +1,3 @@
+from stateflow.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""The command line: ``stateflow train|verify CONFIG [options] [torchtitan overrides]``; ``python -m stateflow`` too.
+
+Anything not listed under a command is handed to torchtitan's own parser, so every key of the train.toml can be
+overridden: ``--stateflow.num-chunks 8 --parallelism.pipeline-parallel-degree 4``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stateflow.faults import FAULTS
+
+TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stateflow",
+        description="Train linear-recurrent and hybrid language models by pipelining chunks of a sequence.",
+        epilog="Further options are torchtitan overrides such as --training.steps 10 or --stateflow.num-chunks 8.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,verify}")
+
+    train = commands.add_parser("train", help="train a config through torchtitan's stock entry point, under torchrun")
+    verify = commands.add_parser(
+        "verify", help="compare the configured pipeline, gradient by gradient, with an unchunked reference"
+    )
+    for command in (train, verify):
+        command.add_argument("config", type=Path, help="a train.toml")
+        command.add_argument("--nproc", type=int, help="processes on this machine; default: what the config's degrees ask")
+    verify.add_argument("--steps", type=int, default=1, help="optimizer steps to compare (default 1)")
+    verify.add_argument("--dtype", choices=sorted(TOLERANCE), default="float32", help="of everything (default float32)")
+    verify.add_argument("--tolerance", type=float, help="largest relative difference; default 1e-10 or 2e-5 by dtype")
+    verify.add_argument("--plant", choices=sorted(FAULTS), metavar="FAULT", help=f"plant one of: {', '.join(FAULTS)}")
+    verify.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status: 0 done, 1 the comparison failed or the run did, 2 a wrong call."""
+    options, overrides = build_parser().parse_known_args(argv)
+    if not options.config.is_file():
+        print(f"stateflow: no such config: {options.config}", file=sys.stderr)
+        return 2
+    for name in ("nproc", "steps"):
+        value = getattr(options, name, None)
+        if value is not None and value < 1:
+            print(f"stateflow: --{name} {value}: the least is 1", file=sys.stderr)
+            return 2
+    titan_args = ["--job.config_file", str(options.config), *overrides]
+    try:
+        config = parse_config(titan_args)
+    except ValueError as error:
+        print(f"stateflow: {error}", file=sys.stderr)
+        return 2
+    try:
+        if options.command == "train":
+            return _train(options, config, titan_args)
+        return _verify(options, config, titan_args)
+    except KeyboardInterrupt:
+        return 130
+
+
+def parse_config(titan_args: Sequence[str]):
+    """The merged torchtitan config of ``--job.config_file FILE [overrides]``, validated.  Raises ValueError."""
+    import stateflow.titan  # noqa: F401  registers the section, the model and the checks
+    from torchtitan.config import ConfigManager
+
+    args = list(titan_args)
+    if not any(a.startswith(("--job.custom_config_module", "--job.custom-config-module")) for a in args):
+        args += ["--job.custom_config_module", "stateflow.titan"]
+    return ConfigManager().parse_args(args)
+
+
+def world_size(config) -> int:
+    """Processes that the config's parallel degrees ask for; an automatic shard degree (-1) counts as 1."""
+    p = config.parallelism
+    degrees = (
+        p.pipeline_parallel_degree, p.tensor_parallel_degree, p.context_parallel_degree,
+        p.data_parallel_replicate_degree, max(1, p.data_parallel_shard_degree),
+    )
+    product = 1
+    for degree in degrees:
+        product *= degree
+    return product
+
+
+def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) -> int:
+    """Runs ``module`` in ``nproc`` processes of this machine, shows the log of one, and returns the exit status."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
+        f"--local-ranks-filter={log_rank}", "-m", module, *args,
+    ]
+    # LOG_RANK tells torchtitan which rank's log is shown.
+    env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "LOG_RANK": str(log_rank), **os.environ}
+    return subprocess.run(command, env=env).returncode
+
+
+def metrics_rank(config, nproc: int) -> int:
+    """The rank that logs losses: the first one of the last pipeline stage, as torchtitan has it."""
+    degree = config.parallelism.pipeline_parallel_degree
+    return nproc // degree * (degree - 1)
+
+
+def _train(options, config, titan_args: Sequence[str]) -> int:
+    nproc = options.nproc or world_size(config)
+    status = torchrun(nproc, "torchtitan.train", titan_args, log_rank=metrics_rank(config, nproc))
+    if status == 0:
+        from stateflow.titan.report import summarize
+
+        print(summarize(config.job.dump_folder, config, world_size=nproc))
+    return status
+
+
+def _verify(options, config, titan_args: Sequence[str]) -> int:
+    from stateflow.titan.verify import run
+
+    return run(
+        titan_args,
+        nproc=options.nproc or world_size(config),
+        steps=options.steps,
+        dtype=options.dtype,
+        tolerance=TOLERANCE[options.dtype] if options.tolerance is None else options.tolerance,
+        plant=options.plant,
+        json_path=options.json,
+    )

@@ -1,0 +1,21 @@
+"""Layers. Every mixer keeps one contract: (x, state, docs) -> (y, state')."""
+
+from .attention import Attention
+from .block import Block
+from .feed_forward import FeedForward
+from .gated_delta_net import DecayGate, GatedDeltaNet, ShortConv
+from .mixer import Mixer, State, StateSpec
+from .norm import GatedRMSNorm
+
+__all__ = [
+    "Attention",
+    "Block",
+    "DecayGate",
+    "FeedForward",
+    "GatedDeltaNet",
+    "GatedRMSNorm",
+    "Mixer",
+    "ShortConv",
+    "State",
+    "StateSpec",
+]

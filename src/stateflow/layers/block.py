@@ -1,0 +1,38 @@
+"""One layer of the model: a mixer and a feed-forward part, each behind a norm, added to the residual."""
+
+from torch import Tensor, nn
+
+from . import initialize
+from .feed_forward import FeedForward
+from .initialize import Initializer
+from .mixer import Mixer, State
+
+
+class Block(nn.Module):
+    """x += mixer(mixer_norm(x)); x += feed_forward(ffn_norm(x)).
+
+    The unit that activation checkpointing, torch.compile and FSDP2 wrap: a pure function of tensors and
+    tuples of tensors.
+    """
+
+    def __init__(self, dim: int, mixer: Mixer, ffn_dim: int, norm_eps: float = 1e-6):
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.mixer = mixer
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.feed_forward = FeedForward(dim, ffn_dim)
+
+    def initializers(self, std: float, out_std: float) -> dict[str, Initializer]:
+        return {
+            "mixer_norm.weight": initialize.ones(),
+            **initialize.prefixed("mixer", self.mixer.initializers(std, out_std)),
+            "ffn_norm.weight": initialize.ones(),
+            **initialize.prefixed("feed_forward", self.feed_forward.initializers(std, out_std)),
+        }
+
+    def forward(self, x_BTD: Tensor, state: State, docs: Tensor | None) -> tuple[Tensor, State]:
+        """The new residual stream, and the update of the mixer's state as `Mixer.update` defines it."""
+        operands, side, first = self.mixer.pre(self.mixer_norm(x_BTD), state, docs)
+        mixed_BTHV, rest = self.mixer.core(operands, state, docs)
+        x_BTD = x_BTD + self.mixer.out(mixed_BTHV, side)
+        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD)), first + rest

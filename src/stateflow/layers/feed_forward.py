@@ -1,0 +1,31 @@
+"""The position-wise part of a block."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import initialize
+from .initialize import Initializer
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x), [..., dim] -> [..., dim] through `hidden_dim`."""
+
+    def __init__(self, dim: int, hidden_dim: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        initialize.apply(self, self.initializers(std=0.02, out_std=0.02))
+
+    def initializers(self, std: float, out_std: float) -> dict[str, Initializer]:
+        return {
+            "w1.weight": initialize.normal(std),
+            "w2.weight": initialize.normal(out_std),
+            "w3.weight": initialize.normal(std),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))

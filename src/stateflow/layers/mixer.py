@@ -1,0 +1,117 @@
+"""The contract of a token mixer: (x, state, docs) -> (y, state'), with `state` a flat tuple of tensors.
+
+A mixer is three methods that a block (or an overlapping runtime) composes: `pre` (projections, convolution,
+gates), `core` (the recurrence or the attention alone) and `out` (normalisation, output projection). All are
+pure functions of their arguments and parameters: activation recomputation replays a chunk from its saved
+incoming state and gets the same bits.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .initialize import Initializer
+
+State = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One tensor of a mixer's boundary state, differentiable like an activation.
+
+    Attributes:
+        name: unique within the mixer.
+        shape: without the batch dimension; for a window the shape of one token.
+        dtype: what the state is carried in.
+        kind: "carry" is replaced by every chunk, tensor [B, *shape]. "window" grows by the tokens of every
+            chunk, tensor [B, S, *shape] with S the number of tokens before the chunk.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Literal["carry", "window"]
+
+
+class Mixer(nn.Module):
+    """Base of all mixers: a subclass gives `state_spec`, `pre`, `core`, `out`, `initializers`, `sharding`."""
+
+    sharding: ClassVar[dict[str, Literal["heads", "heads_in", "replicate"]]] = {}
+    """For tensor parallelism, a parameter each: "heads" is cut by heads on dim 0, "heads_in" on dim 1."""
+
+    def sharded_head_counts(self) -> dict[str, int]:
+        """The head counts, by argument name, that the tensor parallel degree must divide."""
+        raise NotImplementedError
+
+    def state_spec(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        """The boundary state, in order, for activations of `dtype`."""
+        raise NotImplementedError
+
+    def initializers(self, std: float, out_std: float) -> dict[str, Initializer]:
+        """A rule for every parameter: `std` for projections, `out_std` for the one into the residual."""
+        raise NotImplementedError
+
+    def pre(self, x_BTD: Tensor, state: State, docs: Tensor | None) -> tuple[State, State, State]:
+        """The operands of `core`, what `out` needs besides, and the leading tensors of the state's update."""
+        raise NotImplementedError
+
+    def core(self, operands: State, state: State, docs: Tensor | None) -> tuple[Tensor, State]:
+        """The mixed values [B, T, H, V] and the remaining tensors of the state's update."""
+        raise NotImplementedError
+
+    def out(self, mixed_BTHV: Tensor, side: State) -> Tensor:
+        """y_BTD."""
+        raise NotImplementedError
+
+    def initial_state(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> State:
+        """The state before a sequence: zeros, and windows of length 0."""
+        return tuple(
+            torch.zeros(
+                batch_size,
+                *((0,) if spec.kind == "window" else ()),
+                *spec.shape,
+                device=device,
+                dtype=spec.dtype,
+            )
+            for spec in self.state_spec(dtype)
+        )
+
+    def update(self, x_BTD: Tensor, state: State, docs: Tensor | None) -> tuple[Tensor, State]:
+        """y_BTD and the state's update.
+
+        That is the new value of a carry, but only this chunk's entries [B, T, *shape] of a window. A window
+        in `state` is only read, so it may be a view of a buffer that the caller fills.
+        """
+        operands, side, first = self.pre(x_BTD, state, docs)
+        mixed_BTHV, rest = self.core(operands, state, docs)
+        return self.out(mixed_BTHV, side), first + rest
+
+    def advance(self, state: State, update: State) -> State:
+        """The state after the chunk: carries replaced, windows extended."""
+        specs = self.state_spec(torch.float32)
+        return tuple(
+            torch.cat([old, new], dim=1) if spec.kind == "window" else new
+            for spec, old, new in zip(specs, state, update, strict=True)
+        )
+
+    def forward(
+        self, x_BTD: Tensor, state: State | None = None, docs: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """One chunk of a sequence outside any pipeline.
+
+        Args:
+            x_BTD: the chunk's inputs, T >= 1.
+            state: what the call on the preceding chunk returned; None at the start of a sequence. Detach it
+                for truncated backpropagation.
+            docs: None, or int64 [B, T]: the position, relative to the chunk's first token, of the first token
+                of each token's document (negative: before this chunk).
+
+        Returns:
+            y_BTD and the state for the next chunk, differentiable through it.
+        """
+        if state is None:
+            state = self.initial_state(x_BTD.shape[0], x_BTD.device, x_BTD.dtype)
+        y_BTD, update = self.update(x_BTD, state, docs)
+        return y_BTD, self.advance(state, update)

@@ -1,0 +1,28 @@
+"""Normalisations that a plain nn.RMSNorm does not cover. All compute in at least float32."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..recurrence.numerics import at_least_float32
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dimension, in x's dtype."""
+    y = x.to(at_least_float32(x))
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """rmsnorm(x) * weight * silu(gate) over the last dimension, in x's dtype; `weight` is [dim]."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        dtype = at_least_float32(x)
+        y = x.to(dtype)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight.to(dtype) * F.silu(gate.to(dtype))).to(x.dtype)

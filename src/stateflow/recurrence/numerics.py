@@ -1,0 +1,28 @@
+"""Accumulation types, and the matrix product that honours them."""
+
+import torch
+from torch import Tensor
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def at_least_float32(*values: Tensor | torch.dtype) -> torch.dtype:
+    """The type to compute in: float32, or float64 as soon as one of `values` is float64."""
+    dtype = torch.float32
+    for value in values:
+        dtype = torch.promote_types(dtype, value.dtype if isinstance(value, Tensor) else value)
+    return dtype
+
+
+def product(left: Tensor, right: Tensor, operand_dtype: torch.dtype) -> Tensor:
+    """left @ right for two matrices or two batches of them, accumulated and returned in at least float32.
+
+    `operand_dtype` is the type of the model's activations. Where it has 16 bits and the device is a GPU, the
+    operands are rounded to it, so that tensor cores run at full rate (what flash attention does with its
+    probabilities); everywhere else the product is taken in at least float32.
+    """
+    if left.is_cuda and operand_dtype in HALF_DTYPES:
+        multiply = torch.mm if left.dim() == 2 else torch.bmm
+        return multiply(left.to(operand_dtype), right.to(operand_dtype), out_dtype=torch.float32)
+    dtype = at_least_float32(operand_dtype)
+    return left.to(dtype) @ right.to(dtype)

@@ -1,0 +1,226 @@
+"""The ``[stateflow]`` section of a train.toml, and the checks that run before any process group exists."""
+
+# No `from __future__ import annotations` here: torchtitan's ConfigManager needs real types.
+import difflib
+from dataclasses import dataclass, field
+
+from stateflow.chunks import ChunkCost, ChunkPlan
+from stateflow.pipeline.policies import POLICIES
+
+DEFAULT_NUM_CHUNKS = 4
+
+
+@dataclass
+class ModelOverrides:
+    """Any field of the flavor's model, for ablations; unset keeps the flavor's value."""
+
+    dim: int | None = None
+    num_layers: int | None = None
+    pattern: str | None = None
+    """Mixers tiled over the layers, e.g. "gdn gdn gdn attention" """
+    vocab_size: int | None = None
+    num_heads: int | None = None
+    num_v_heads: int | None = None
+    head_k_dim: int | None = None
+    head_v_dim: int | None = None
+    conv_size: int | None = None
+    num_attention_heads: int | None = None
+    num_kv_heads: int | None = None
+    attention_head_dim: int | None = None
+    ffn_dim: int | None = None
+
+
+@dataclass
+class StateFlow:
+    enable: bool = False
+    """Pipeline chunks of a sequence; false runs torchtitan's own schedule of whole sequences on the same model"""
+    num_chunks: int | None = None
+    """Chunks a sequence is cut into (N); 4 if neither this nor chunk_lengths is given"""
+    skew: float | None = None
+    """alpha of eq. 11: 0 cuts equal chunks, 1 cuts chunks of equal cost, up to 1.25 is searched in the paper"""
+    chunk_lengths: list[int] = field(default_factory=list)
+    """Explicit chunk lengths, e.g. [768, 512, 512, 256]; excludes num_chunks and skew"""
+    chunk_multiple: int | None = None
+    """Boundaries are rounded to multiples of this many tokens; 128, and less for short sequences, if unset"""
+    policy: str = "1f1b"
+    """Order of the units: "1f1b" (the paper's) or "gpipe" """
+    reset_at_documents: bool = True
+    """State, convolution and attention start afresh at each document of a packed sequence, and only there"""
+    tokenizer: str = "bytes"
+    """"bytes", or the path of a Hugging Face tokenizer.json or of the folder that holds one"""
+    model: ModelOverrides = field(default_factory=ModelOverrides)
+    """Overrides of the flavor's model"""
+
+
+@dataclass
+class JobConfig:
+    stateflow: StateFlow = field(default_factory=StateFlow)
+
+
+def _expect(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_types(options: StateFlow) -> None:
+    """torchtitan only warns about a wrong TOML type, so each key is checked here."""
+    for name in ("enable", "reset_at_documents"):
+        value = getattr(options, name)
+        _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
+    for name in ("num_chunks", "chunk_multiple"):
+        value = getattr(options, name)
+        _expect(value is None or _is_int(value), f"[stateflow] {name} = {value!r} must be a whole number, e.g. {name} = 8")
+        _expect(value is None or value >= 1, f"[stateflow] {name} = {value} is too small; the least is 1")
+    skew = options.skew
+    _expect(
+        skew is None or _is_int(skew) or isinstance(skew, float),
+        f"[stateflow] skew = {skew!r} must be a number, e.g. skew = 0.75",
+    )
+    lengths = options.chunk_lengths
+    _expect(
+        isinstance(lengths, list) and all(_is_int(n) for n in lengths),
+        f"[stateflow] chunk_lengths = {lengths!r} must be a list of whole numbers, e.g. [768, 512, 512, 256]",
+    )
+    _expect(isinstance(options.policy, str), f"[stateflow] policy = {options.policy!r} must be a string, e.g. \"1f1b\"")
+    if options.policy not in POLICIES:
+        near = difflib.get_close_matches(options.policy.lower(), POLICIES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"[stateflow] policy = {options.policy!r} is unknown; {hint}known: {', '.join(POLICIES)}")
+    _expect(
+        isinstance(options.tokenizer, str),
+        f"[stateflow] tokenizer = {options.tokenizer!r} must be \"bytes\" or a path",
+    )
+    for name, value in vars(options.model).items():
+        kind_ok = isinstance(value, str) if name == "pattern" else _is_int(value)
+        _expect(
+            value is None or kind_ok,
+            f"[stateflow.model] {name} = {value!r} must be a {'string' if name == 'pattern' else 'whole number'}",
+        )
+
+
+def chunk_cost(model_args, seq_len: int) -> ChunkCost:
+    """Coefficients of eq. 9 for a model: FLOPs a token (linear) and FLOPs a token of prefix (quadratic)."""
+    from stateflow.model import flops_per_token
+
+    kinds = model_args.layer_kinds()
+    # Scores and values: 2 matrix products of 2 * heads * head_dim FLOPs for each pair of tokens, three times with backward.
+    quadratic = 12.0 * kinds.count("attention") * model_args.num_attention_heads * model_args.attention_head_dim
+    total = flops_per_token(model_args, seq_len)
+    return ChunkCost(linear=float(total) - quadratic * seq_len / 2, quadratic=quadratic)
+
+
+def make_plan(job_config) -> ChunkPlan:
+    """The chunk plan of a config; ValueError names the key of ``[stateflow]`` that does not fit."""
+    from stateflow.titan.flavors import resolve_model
+
+    options, seq_len = job_config.stateflow, job_config.training.seq_len
+    if options.chunk_lengths:
+        for name in ("num_chunks", "skew"):
+            value = getattr(options, name)
+            _expect(
+                value is None,
+                f"[stateflow] chunk_lengths = {options.chunk_lengths} already says where to cut: drop {name} = {value} "
+                f"(on the command line: --stateflow.{name.replace('_', '-')} None)",
+            )
+        try:
+            return ChunkPlan.explicit(seq_len, options.chunk_lengths)
+        except ValueError as error:
+            raise ValueError(f"[stateflow] chunk_lengths with [training] seq_len = {seq_len}: {error}") from error
+    num_chunks = DEFAULT_NUM_CHUNKS if options.num_chunks is None else options.num_chunks
+    skew = 0.0 if options.skew is None else float(options.skew)
+    cost = chunk_cost(resolve_model(job_config), seq_len)
+    try:
+        return ChunkPlan.build(seq_len, num_chunks, skew, cost=cost, multiple=options.chunk_multiple)
+    except ValueError as error:
+        raise ValueError(
+            f"[stateflow] num_chunks = {num_chunks}, skew = {skew} with [training] seq_len = {seq_len}: {error}"
+        ) from error
+
+
+def num_stages(job_config) -> int:
+    """Stages of the pipeline: one a rank, or as many as ``pipeline_parallel_layers_per_stage`` asks for."""
+    from stateflow.titan.flavors import resolve_model
+
+    p = job_config.parallelism
+    degree, per_stage = p.pipeline_parallel_degree, p.pipeline_parallel_layers_per_stage
+    if p.module_fqns_per_model_part is not None:
+        return len(p.module_fqns_per_model_part)
+    if per_stage is None:
+        return degree
+    layers = resolve_model(job_config).num_layers
+    weights = p.pipeline_parallel_first_stage_less_layers + p.pipeline_parallel_last_stage_less_layers
+    return -(-(layers + weights) // per_stage)
+
+
+def validate(job_config) -> None:
+    """Checks everything about a config that can be known without a process group.  Raises ValueError."""
+    from stateflow.titan.flavors import resolve_model
+
+    options = job_config.stateflow
+    _check_types(options)
+    model = resolve_model(job_config)
+    p, training, validation = job_config.parallelism, job_config.training, job_config.validation
+    make_plan(job_config)  # also with enable = false: a plan that cannot be is an error, not a surprise for later
+
+    _expect(
+        p.tensor_parallel_degree == 1,
+        f"[parallelism] tensor_parallel_degree = {p.tensor_parallel_degree}: these models are not sharded by tensor "
+        "parallelism yet; set it to 1",
+    )
+    for name in ("context_parallel_degree", "expert_parallel_degree"):
+        value = getattr(p, name)
+        _expect(value == 1, f"[parallelism] {name} = {value} does not apply to these models; set it to 1")
+    degree = p.pipeline_parallel_degree
+    if degree == 1:
+        return
+    _expect(
+        degree <= model.num_layers,
+        f"[parallelism] pipeline_parallel_degree = {degree} is above the model's {model.num_layers} layers; "
+        f"use at most {model.num_layers}",
+    )
+    stages = num_stages(job_config)
+    _expect(
+        stages % degree == 0,
+        f"[parallelism] pipeline_parallel_layers_per_stage = {p.pipeline_parallel_layers_per_stage} gives {stages} "
+        f"stages, not a multiple of pipeline_parallel_degree = {degree}; choose another number of layers a stage",
+    )
+    _expect(
+        p.data_parallel_replicate_degree == 1 or p.data_parallel_shard_degree != 1,
+        f"[parallelism] data_parallel_replicate_degree = {p.data_parallel_replicate_degree} with pipelining needs "
+        "data_parallel_shard_degree > 1 (HSDP): torchtitan has no DDP beside pipelining",
+    )
+    size = p.pipeline_parallel_microbatch_size
+    _expect(
+        size >= 1 and training.local_batch_size % size == 0,
+        f"[parallelism] pipeline_parallel_microbatch_size = {size} does not divide [training] local_batch_size = "
+        f"{training.local_batch_size}; use a divisor, e.g. 1",
+    )
+    if validation.enable:
+        for name in ("local_batch_size", "seq_len"):
+            have, need = getattr(validation, name), getattr(training, name)
+            _expect(
+                have == need,
+                f"[validation] {name} = {have} differs from [training] {name} = {need}; a pipeline has one shape of "
+                f"batch: set [validation] {name} = {need}",
+            )
+
+
+def install() -> None:
+    """Makes torchtitan's ConfigManager run ``validate`` at the end of parsing, on every way to start a run."""
+    from torchtitan.config.manager import ConfigManager
+
+    if getattr(ConfigManager._validate_config, "checks_stateflow", False):
+        return
+    original = ConfigManager._validate_config
+
+    def _validate_config(self) -> None:
+        original(self)
+        if hasattr(self.config, "stateflow"):
+            validate(self.config)
+
+    _validate_config.checks_stateflow = True
+    ConfigManager._validate_config = _validate_config

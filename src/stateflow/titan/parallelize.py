@@ -1,0 +1,77 @@
+"""How one model part is wrapped for training: activation checkpointing, torch.compile, FSDP2."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
+
+from stateflow.layers.gated_delta_net import DecayGate
+
+# What op-level selective checkpointing keeps: the results of the expensive ops, ours among them.
+OPS_TO_SAVE = {
+    torch.ops.aten.mm.default,
+    torch.ops.stateflow.gated_delta_rule.default,
+    torch.ops.stateflow.prefix_attention.default,
+}
+
+
+def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
+    """torchtitan's ``parallelize_fn`` for a whole model or one pipeline stage's part of it (on the meta device)."""
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compiled,
+            op_sac_save_list=OPS_TO_SAVE,
+            base_folder=job_config.job.dump_folder,
+        )
+    if compiled:
+        apply_compile(model, job_config.compile)
+    if parallel_dims.fsdp_enabled:
+        apply_fsdp(model, parallel_dims, job_config)
+    elif parallel_dims.dp_replicate_enabled:
+        raise ValueError(
+            f"data_parallel_replicate_degree = {parallel_dims.dp_replicate} without sharding is not supported; "
+            "set data_parallel_shard_degree instead"
+        )
+    return model
+
+
+def apply_fsdp(model: nn.Module, parallel_dims, job_config) -> None:
+    """Wraps blocks, embedding, head and the root by ``fully_shard``; gates stay float32 whatever the compute dtype."""
+    training, policy = job_config.training, job_config.parallelism.fsdp_reshard_after_forward
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
+    # A float32 boundary state is an argument of the block: FSDP must not cast it to the compute dtype.
+    mixed = MixedPrecisionPolicy(
+        TORCH_DTYPE_MAP[training.mixed_precision_param], reduce_dtype, cast_forward_inputs=False
+    )
+    # Under pipelining a reshard would bring an all-gather for every unit.
+    reshard = policy == "always" or (policy == "default" and not parallel_dims.pp_enabled)
+    common = dict(mesh=parallel_dims.get_mesh(names), reshard_after_forward=reshard)
+    if training.enable_cpu_offload:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        common["offload_policy"] = CPUOffloadPolicy()
+    gate_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    for module in model.modules():
+        if isinstance(module, DecayGate):
+            fully_shard(module, mp_policy=gate_policy, **common)
+    if model.tok_embeddings is not None:
+        fully_shard(model.tok_embeddings, mp_policy=mixed, **common)
+    for block in model.layers.values():
+        fully_shard(block, mp_policy=mixed, **common)
+    if model.norm is not None and model.output is not None:
+        # The loss reads the head's weight after the head's forward, so it must stay unsharded until the backward.
+        fully_shard([model.norm, model.output], mp_policy=mixed, **{**common, "reshard_after_forward": False})
+    fully_shard(model, mp_policy=mixed, **common)
+    disable_fsdp_gradient_division(model)
+    if not torch.accelerator.is_available():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM

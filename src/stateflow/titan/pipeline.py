@@ -1,0 +1,146 @@
+"""torchtitan's ``pipelining_fn``: this project's schedule, or torchtitan's own with its gradient scale corrected."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.pipeline_parallel import (
+    generate_llm_fqn_per_model_part,
+    pipeline_llm,
+    pipeline_module_split,
+)
+from torchtitan.tools.logging import logger
+
+from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
+from stateflow.titan.config import make_plan, num_stages
+from stateflow.titan.data import TokenCounter, valid_tokens
+
+
+class GlobalMean:
+    """The factor 1 / (valid tokens of the whole optimizer step, over all data-parallel ranks), known before its first
+    backward.
+
+    torchtitan 0.2.2 divides by that count after the backward, so the gradients of its own pipeline schedules are as
+    many times too large.  The Trainer has pulled all batches of the step from the data loader before the first
+    schedule call, and the loader counts what it hands out.
+    """
+
+    def __init__(self, counter: TokenCounter, accumulation_steps: int, group: dist.ProcessGroup | None, device):
+        self.counter, self.accumulation_steps, self.group, self.device = counter, accumulation_steps, group, device
+        self._calls = 0
+        self._scale: Tensor | None = None
+
+    def next(self) -> Tensor:
+        """Called once by each schedule call of a step, on every rank."""
+        if self._calls % self.accumulation_steps == 0:
+            count = torch.tensor(self.counter.take(), dtype=torch.float64)
+            if self.device.type != "mps":
+                count = count.to(self.device)
+            if self.group is not None:
+                dist.all_reduce(count, group=self.group)
+            self._scale = 1.0 / count.clamp(min=1.0)
+        self._calls += 1
+        return self._scale
+
+
+class TitanSchedule(ScheduleStateFlow):
+    """``ScheduleStateFlow`` called the way torchtitan's Trainer and Validator call a schedule."""
+
+    def __init__(self, *args, global_mean: GlobalMean, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.global_mean = global_mean
+
+    def step(self, *args, **kwargs):
+        if self._has_backward:
+            kwargs["loss_scale"] = self.global_mean.next()
+        return super().step(*args, **kwargs)
+
+
+class _CorrectedScale:
+    """Mixed into a torchtitan schedule: backward from the global mean, report the sum, keep no outputs."""
+
+    global_mean: GlobalMean
+
+    def step(self, *args, **kwargs):
+        if self._has_backward:
+            self._loss_scale = self.global_mean.next()
+        return super().step(*args, **kwargs)
+
+    def _maybe_get_loss(self, stage, mb_index):
+        loss = super()._maybe_get_loss(stage, mb_index)
+        return None if loss is None else loss * self._loss_scale.to(loss.dtype)
+
+    def eval(self, *args, **kwargs):
+        return super().eval(*args, **{**kwargs, "return_outputs": False})
+
+
+def corrected(schedule, global_mean: GlobalMean):
+    """The given torchtitan schedule with gradients of the global mean, as an unpipelined run has them."""
+    cls = type(schedule)
+    schedule.__class__ = type(f"Corrected{cls.__name__}", (_CorrectedScale, cls), {})
+    schedule.global_mean = global_mean
+    return schedule
+
+
+def make_global_mean(parallel_dims, job_config, device) -> GlobalMean:
+    training = job_config.training
+    batch = parallel_dims.get_optional_mesh("batch")
+    degree = batch.size() if batch is not None else 1
+    per_call = training.local_batch_size * degree
+    accumulation = max(1, training.global_batch_size // per_call) if training.global_batch_size > 0 else 1
+    group = batch.get_group() if batch is not None and degree > 1 else None
+    return GlobalMean(valid_tokens, accumulation, group, device)
+
+
+def pipeline(model: nn.Module, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn):
+    """Splits the model into stages and builds the schedule that ``[stateflow]`` asks for."""
+    global_mean = make_global_mean(parallel_dims, job_config, device)
+    if not job_config.stateflow.enable:
+        schedule, parts, has_first, has_last = pipeline_llm(
+            model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn
+        )
+        return corrected(schedule, global_mean), parts, has_first, has_last
+
+    plan = make_plan(job_config)
+    p, training = job_config.parallelism, job_config.training
+    count = num_stages(job_config)
+    names = p.module_fqns_per_model_part or generate_llm_fqn_per_model_part(
+        count,
+        model_args.num_layers,
+        p.pipeline_parallel_first_stage_less_layers,
+        p.pipeline_parallel_last_stage_less_layers,
+    )
+    mesh = parallel_dims.get_mesh("pp")
+    torch_stages, parts = pipeline_module_split(model, mesh, "Interleaved1F1B", device, names)
+    # Only FSDP2 computes in another dtype than the parameters': torchtitan has no autocast beside pipelining.
+    dtype = training.mixed_precision_param if parallel_dims.fsdp_enabled else training.dtype
+    stages = []
+    for i, (torch_stage, part) in enumerate(zip(torch_stages, parts, strict=True)):
+        parts[i] = parallelize_fn(part, parallel_dims, job_config)
+        stages.append(
+            StateFlowStage(
+                parts[i],
+                torch_stage.stage_index,
+                count,
+                device,
+                plan,
+                microbatch_size=p.pipeline_parallel_microbatch_size,
+                hidden_size=model_args.dim,
+                activation_dtype=TORCH_DTYPE_MAP[dtype],
+                group=mesh.get_group("pp"),
+            )
+        )
+    schedule = TitanSchedule(
+        stages,
+        training.local_batch_size // p.pipeline_parallel_microbatch_size,
+        policy=job_config.stateflow.policy,
+        loss_fn=loss_fn,
+        global_mean=global_mean,
+    )
+    logger.info(
+        f"StateFlow: policy {schedule.schedule.policy}, {schedule.num_microbatches} microbatches x "
+        f"{plan.num_chunks} chunks {list(plan.lengths)} over {count} stages on {mesh.size()} ranks"
+    )
+    return schedule, parts, any(s.is_first for s in stages), any(s.is_last for s in stages)

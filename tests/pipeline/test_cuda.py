@@ -1,0 +1,96 @@
+"""On GPUs: the same exactness, and receive buffers that are not overwritten while compute still reads them."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from stateflow.chunks import ChunkPlan
+from stateflow.loss import cross_entropy_sum
+from stateflow.model import LanguageModel, ModelConfig
+from stateflow.pipeline.local import run_local
+from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
+from stateflow.pipeline.split import split_model
+from tests import cases
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+def test_gradients_on_one_gpu_equal_the_reference(policy):
+    plan = ChunkPlan.explicit(150, [64, 64, 1, 21])
+    model = cases.make_model(["gdn", "attention", "gdn", "attention"]).cuda()
+    tokens, labels = (t.cuda() for t in cases.make_batch(3, plan.seq_len, seed=1, ignore=0.3))
+    docs = cases.make_documents(3, plan.seq_len, seed=1, density=0.02).cuda()
+    stages = cases.make_stages(model, 2, plan)
+    scale = 1 / (labels != -100).sum().item()
+    schedule = cases.schedule_of(policy, 2, 3, plan)
+    run_local(schedule, stages, plan, tokens, labels, docs=docs, loss_scale=scale)
+    _, ref_grads = cases.reference_gradients(model.cpu(), tokens.cpu(), labels.cpu(), docs.cpu())
+    grads = {name: g.cpu() for name, g in cases.gradients_of(stages).items()}
+    worst, name = cases.largest_difference(grads, ref_grads)
+    assert worst <= 1e-10, (name, worst)
+
+
+WIDE = ModelConfig(
+    dim=1024, num_layers=4, pattern=["gdn", "attention"], vocab_size=512, num_heads=8, head_k_dim=64, head_v_dim=64,
+    num_attention_heads=8, num_kv_heads=2, attention_head_dim=64, ffn_dim=2048, init_seed=0,
+)  # fmt: skip
+STRESS_PLAN = ChunkPlan.explicit(4096, [1536, 1024, 1024, 512])
+STRESS_MICROBATCHES, STRESS_STEPS = 6, 4
+
+
+def stress_batch(step: int):
+    generator = torch.Generator().manual_seed(step)
+    text = torch.randint(0, 512, (STRESS_MICROBATCHES, STRESS_PLAN.seq_len + 1), generator=generator).cuda()
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def wide_model() -> LanguageModel:
+    model = LanguageModel(WIDE).cuda()
+    model.init_weights()
+    return model
+
+
+def stress_worker(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", device_id=device)
+    part = split_model(wide_model(), 2)[rank]
+    stage = StateFlowStage(part, rank, 2, device, STRESS_PLAN, microbatch_size=1, hidden_size=WIDE.dim)
+    schedule = ScheduleStateFlow([stage], STRESS_MICROBATCHES, loss_fn=cross_entropy_sum)
+    steps = []
+    for step in range(STRESS_STEPS):  # no synchronisation within: a race has room to show
+        part.zero_grad()
+        tokens, labels = stress_batch(step)
+        schedule.step(*((tokens,) if rank == 0 else ()), target=labels if rank == 1 else None)
+        steps.append({name: p.grad.clone() for name, p in part.named_parameters()})
+    steps = [{name: g.cpu() for name, g in grads.items()} for grads in steps]
+    torch.save((steps, schedule.pool.num_allocated), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_pooled_buffers_over_nccl_give_the_single_gpu_gradients(tmp_path):
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    mp.spawn(stress_worker, args=(port, str(tmp_path)), nprocs=2)
+    (first, buffers), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert buffers <= 2 * STRESS_PLAN.num_chunks + 4
+
+    stages = cases.make_stages(wide_model(), 2, STRESS_PLAN)
+    schedule = cases.schedule_of("1f1b", 2, STRESS_MICROBATCHES, STRESS_PLAN)
+    for step in range(STRESS_STEPS):
+        for stage in stages:
+            stage.module.zero_grad()
+        run_local(schedule, stages, STRESS_PLAN, *stress_batch(step))
+        expected = {name: g.cpu() for name, g in cases.gradients_of(stages).items()}
+        worst, name = cases.largest_difference({**first[step], **second[step]}, expected)
+        assert worst <= 1e-5, (step, name, worst)

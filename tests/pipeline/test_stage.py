@@ -1,0 +1,107 @@
+"""Guards and house-keeping of one stage's units."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from stateflow.boundary import SequenceWindow, own_storage
+from stateflow.chunks import ChunkPlan
+from stateflow.pipeline.local import run_local
+from stateflow.pipeline.stage import UnitOrderError
+from tests import cases
+
+
+def one_stage(kinds=("gdn", "attention"), lengths=(4, 3, 2)):
+    plan = ChunkPlan.explicit(sum(lengths), list(lengths))
+    (stage,) = cases.make_stages(cases.make_model(kinds), 1, plan)
+    tokens, labels = cases.make_batch(1, plan.seq_len, seed=0)
+    return stage, plan, list(plan.split(tokens)), list(plan.split(labels))
+
+
+def test_forward_chunks_must_ascend():
+    stage, _, tokens, labels = one_stage()
+    with pytest.raises(UnitOrderError, match=r"chunk 1\), but chunk 0 is next"):
+        stage.forward(0, 1, tokens[1], target=labels[1])
+
+
+def test_backward_chunks_must_descend():
+    stage, _, tokens, labels = one_stage()
+    for i in range(3):
+        stage.forward(0, i, tokens[i], target=labels[i])
+    with pytest.raises(UnitOrderError, match="before chunk 1: backward chunks must descend"):
+        stage.backward(0, 0)
+
+
+def test_backward_needs_its_forward():
+    stage, *_ = one_stage()
+    with pytest.raises(UnitOrderError, match="before its forward"):
+        stage.backward(0, 2)
+
+
+def test_a_unit_left_behind_is_reported():
+    stage, _, tokens, labels = one_stage()
+    stage.forward(0, 0, tokens[0], target=labels[0])
+    with pytest.raises(UnitOrderError, match="left after the step"):
+        stage.assert_drained()
+    stage.reset()
+    stage.assert_drained()
+
+
+def test_wrong_chunk_length_is_refused():
+    stage, _, tokens, labels = one_stage()
+    with pytest.raises(ValueError, match="chunk 0 of the plan has 4 tokens, its input has 3"):
+        stage.forward(0, 0, tokens[1], target=labels[1])
+
+
+def test_the_output_of_a_unit_is_not_kept():
+    """What was sent can be freed: the unit's record holds the graph, not the tensor."""
+    plan = ChunkPlan.explicit(6, [3, 3])
+    first, _ = cases.make_stages(cases.make_model(["gdn", "gdn"]), 2, plan)
+    tokens, _ = cases.make_batch(1, 6, seed=0)
+    output = first.forward(0, 0, tokens[:, :3])
+    storage = weakref.ref(output.untyped_storage())
+    del output
+    gc.collect()
+    assert storage() is None
+
+
+def test_evaluation_keeps_nothing():
+    stage, plan, tokens, labels = one_stage()
+    with torch.no_grad():
+        for i in range(3):
+            stage.forward(0, i, tokens[i], target=labels[i], training=False)
+    stage.assert_drained()
+
+
+def test_a_view_is_copied_out_of_its_chunk():
+    chunk = torch.randn(1, 1000, 4)
+    tail = own_storage(chunk[:, -3:])
+    assert tail.untyped_storage().nbytes() == tail.numel() * tail.element_size()
+    assert torch.equal(tail, chunk[:, -3:])
+
+
+def test_window_gradients_accumulate_in_float32():
+    window = SequenceWindow(torch.zeros(1, 2, 1, dtype=torch.bfloat16), 4)
+    for _ in range(256):
+        window.add_prefix_grad(torch.full((1, 4, 1), 2.0**-8, dtype=torch.bfloat16))
+    window.add_prefix_grad(torch.full((1, 2, 1), 1.0, dtype=torch.bfloat16))
+    assert window.grads.dtype == torch.float32
+    assert window.chunk_grad(0, 4).flatten().tolist() == [2.0, 2.0, 1.0, 1.0]
+
+
+def test_repeated_runs_give_the_same_bits():
+    plan = ChunkPlan.explicit(130, [64, 64, 2])
+    results = []
+    for _ in range(2):
+        model = cases.make_model(["gdn", "attention"], torch.float32)
+        tokens, labels = cases.make_batch(2, plan.seq_len, seed=5)
+        stages = cases.make_stages(model, 2, plan)
+        losses = run_local(cases.schedule_of("1f1b", 2, 2, plan), stages, plan, tokens, labels)
+        results.append((losses, cases.gradients_of(stages)))
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(a, b)
+    assert all(torch.equal(g, results[1][1][name]) for name, g in results[0][1].items())

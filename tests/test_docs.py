@@ -1,0 +1,38 @@
+"""The programs and claims in the docs are run, not trusted."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def code_blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.processes
+def test_the_bare_torch_example_trains(tmp_path):
+    (program,) = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
+    script = tmp_path / "bare.py"
+    script.write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=None)
+    assert result.returncode == 0, result.stderr[-3000:]
+    losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", result.stdout)]
+    assert len(losses) == 10 and losses[-1] < 0.8 * losses[0], losses
+
+
+def test_no_file_is_longer_than_a_reader_can_hold():
+    long = {
+        str(path.relative_to(ROOT)): count
+        for folder in ("src", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+        if (count := len(path.read_text().splitlines())) > 600
+    }
+    assert not long

@@ -1,0 +1,36 @@
+import pytest
+
+from tests.titan import harness
+from tests.workers import WorkerPool
+
+
+class TitanPool:
+    """Scenarios over a pool of processes in which torchtitan is imported once."""
+
+    def __init__(self):
+        self._pool = WorkerPool(4, init_groups=False)
+
+    def train(self, world_size: int, *args: str) -> harness.Run:
+        """What the rank that logs losses saw: the last one."""
+        runs = self._pool.run(
+            harness.train, world_size, world_size=world_size, port=harness.free_port(), args=list(args)
+        )
+        return runs[-1]
+
+    def verify(self, world_size: int, *args: str, dtype: str = "float64", steps: int = 2):
+        results = self._pool.run(
+            harness.verify, world_size, world_size=world_size, port=harness.free_port(), args=list(args), dtype=dtype,
+            steps=steps,
+        )  # fmt: skip
+        assert len(results[0]) == steps
+        return results[0]
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+@pytest.fixture(scope="session")
+def titan():
+    pool = TitanPool()
+    yield pool
+    pool.close()

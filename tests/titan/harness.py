@@ -1,0 +1,95 @@
+"""Runs torchtitan's Trainer on small configs inside a pool of worker processes, one scenario after another."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+CONFIG = Path(__file__).parents[2] / "titan_configs" / "demo.toml"
+SEQ_LEN = 96
+SMALL = [
+    "--model.flavor=tiny", f"--training.seq_len={SEQ_LEN}", f"--validation.seq_len={SEQ_LEN}",
+    "--training.local_batch_size=2", "--validation.local_batch_size=2", "--training.steps=3", "--validation.freq=3",
+    "--validation.steps=1", "--metrics.log_freq=1", "--checkpoint.no-enable", "--validation.no-enable",
+    "--metrics.no-enable_tensorboard", "--lr_scheduler.warmup_steps=1",
+]  # fmt: skip
+
+
+@dataclass
+class Run:
+    """What one rank saw."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    grad_norms: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def parse(args: list[str]):
+    import stateflow.titan  # noqa: F401
+    from torchtitan.config import ConfigManager
+
+    return ConfigManager().parse_args(["--job.config_file", str(CONFIG), *SMALL, *args])
+
+
+def _enter(rank: int, world_size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="localhost", MASTER_PORT=str(port), LOG_RANK="0",
+    )  # fmt: skip
+
+
+def _leave() -> None:
+    import gc
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def train(rank: int, group, *, world_size: int, port: int, args: list[str]) -> Run:
+    """One whole training run of ``SMALL`` with ``args``."""
+    from torchtitan.train import Trainer
+
+    _enter(rank, world_size, port)
+    run = Run()
+    try:
+        trainer = Trainer(parse(args))
+
+        def log(step, avg_loss, max_loss, grad_norm, extra_metrics=None):
+            run.losses[step], run.grad_norms[step] = float(avg_loss), float(grad_norm)
+
+        def log_validation(loss, step, extra_metrics=None):
+            run.validation[step] = float(loss)
+
+        if "--metrics.enable_tensorboard" not in args:
+            trainer.metrics_processor.log = log
+            trainer.metrics_processor.log_validation = log_validation
+        trainer.train()
+        trainer.close()
+    finally:
+        _leave()
+    return run
+
+
+def verify(rank: int, group, *, world_size: int, port: int, args: list[str], dtype: str, steps: int):
+    """The comparison of ``stateflow verify``; the largest relative difference of each step, from rank 0."""
+    from stateflow.titan.verify import compare_run
+
+    _enter(rank, world_size, port)
+    try:
+        _, comparisons = compare_run(parse(args), getattr(torch, dtype), steps)
+    finally:
+        _leave()
+    return [(c.largest_difference, c.worst_parameter) for c in comparisons]

@@ -1,0 +1,91 @@
+"""torchtitan's features around the pipeline: every layout gives the unpipelined run's losses, norms and gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+PP1 = "--parallelism.pipeline_parallel_degree=1"
+PP2 = "--parallelism.pipeline_parallel_degree=2"
+PP4 = "--parallelism.pipeline_parallel_degree=4"
+FSDP2 = "--parallelism.data_parallel_shard_degree=2"
+OFF = "--stateflow.no-enable"
+ACCUMULATE = "--training.global_batch_size=4"
+
+VERIFIED = {
+    "PP2": (2, [PP2]),
+    "PP4, skewed": (4, [PP4, "--stateflow.num-chunks=3", "--stateflow.skew=1.0"]),
+    "PP2, chunks of 1, 2 and 3 tokens": (2, [PP2, "--stateflow.num-chunks=None", "--stateflow.chunk-lengths", "1", "90", "2", "3"]),
+    "PP2, one chunk": (2, [PP2, "--stateflow.num-chunks=1"]),
+    "PP2, gpipe, documents joined": (2, [PP2, "--stateflow.policy=gpipe", "--stateflow.no-reset-at-documents"]),
+    "PP2, two stages a rank": (2, [PP2, "--parallelism.pipeline_parallel_layers_per_stage=2"]),
+    "PP2, whole sequences, torchtitan's 1F1B": (2, [PP2, OFF]),
+    "PP1": (1, [PP1]),
+    "PP2, gradient accumulation": (2, [PP2, ACCUMULATE]),
+    "PP2, torchtitan's 1F1B, gradient accumulation": (2, [PP2, OFF, ACCUMULATE]),
+    "PP2, full recomputation": (2, [PP2, "--activation_checkpoint.mode=full"]),
+    "PP2, selective recomputation": (
+        2, [PP2, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+    ),
+    "PP2 x FSDP2": (4, [PP2, FSDP2]),
+    "PP2 x FSDP2, accumulation, full recomputation": (
+        4, [PP2, FSDP2, "--training.global_batch_size=8", "--activation_checkpoint.mode=full"],
+    ),
+    "FSDP2": (2, [PP1, FSDP2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VERIFIED)
+def test_every_gradient_equals_the_reference(titan, case):
+    world_size, args = VERIFIED[case]
+    for difference, name in titan.verify(world_size, *args):
+        assert difference <= 1e-10, (name, difference)
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["PP2", "PP2xFSDP2"])
+def test_compiled_blocks(titan, fsdp):
+    args = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager", PP2]
+    if fsdp:
+        args.append(FSDP2)
+    for difference, name in titan.verify(4 if fsdp else 2, *args, dtype="float32", steps=1):
+        assert difference <= 2e-5, (name, difference)
+
+
+def test_loss_and_gradient_norm_do_not_depend_on_the_layout(titan):
+    validate = ["--validation.enable"]
+    alone = titan.train(1, PP1, *validate)
+    assert len(alone.losses) == 3 and len(alone.validation) == 2
+    for world_size, args in ((2, [PP2]), (4, [PP4]), (2, [PP2, OFF]), (2, [PP2, "--stateflow.num-chunks=2"])):
+        run = titan.train(world_size, *args, *validate)
+        assert run.losses == pytest.approx(alone.losses, rel=2e-5), args
+        assert run.grad_norms == pytest.approx(alone.grad_norms, rel=1e-3), args
+        assert run.validation == pytest.approx(alone.validation, rel=2e-5), args
+
+
+def test_resume_with_other_chunks_policy_and_layout(titan, tmp_path):
+    save = ["--checkpoint.enable", "--checkpoint.interval=1", f"--job.dump_folder={tmp_path}"]
+    whole = titan.train(2, PP2, *save)
+    load = ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.load_step=1", save[-1]]
+    for world_size, args in (
+        (2, [PP2]),
+        (2, [PP2, "--stateflow.num-chunks=2", "--stateflow.policy=gpipe"]),
+        (4, [PP4, "--stateflow.skew=1.0"]),
+        (1, [PP1]),
+        (2, [PP2, OFF]),
+    ):
+        resumed = titan.train(world_size, *args, *load)
+        assert sorted(resumed.losses) == [2, 3], args
+        expected = {step: whole.losses[step] for step in (2, 3)}
+        assert resumed.losses == pytest.approx(expected, rel=2e-5), args
+
+
+def test_tensorboard_and_the_log_folder(titan, tmp_path):
+    from stateflow.titan.report import summarize
+    from tests.titan import harness
+
+    args = [PP2, "--metrics.enable_tensorboard", "--validation.enable", f"--job.dump_folder={tmp_path}"]
+    titan.train(2, *args)
+    text = summarize(str(tmp_path), harness.parse(args))
+    assert "validation" in text and "at step 3" in text
+    assert list(tmp_path.rglob("events.out.tfevents*"))
