@@ -78,6 +78,18 @@ def test_chunks_and_fast_forms_equal_the_reference_model_on_the_whole(seed, num_
     assert_close(gradients(loss_in_chunks(model, tokens, labels, docs, bounds), model), expected)
 
 
+def test_documents_reach_every_layer():
+    tokens, _ = make_batch(9)
+    docs = torch.tensor([[0] * 4 + [4] * 5] * 2)
+    others = torch.cat([(tokens[:, :4] + 1) % 17, tokens[:, 4:]], dim=1)
+    for pattern in (["gdn"], ["attention"], ["gdn", "attention"]):
+        model = make_model(pattern=pattern)
+        separate, mixed = ([logits(model(x, d)) for x in (tokens, others)] for d in (docs, None))
+        assert torch.equal(separate[0][:, 4:], separate[1][:, 4:])
+        assert (separate[0][:, :4] != separate[1][:, :4]).any()
+        assert (mixed[0][:, 4:] != mixed[1][:, 4:]).any()
+
+
 def split_in_two(model: LanguageModel) -> tuple[LanguageModel, LanguageModel]:
     first, second = deepcopy(model), deepcopy(model)
     first.norm = first.output = second.tok_embeddings = None

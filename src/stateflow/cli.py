@@ -68,8 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_config(titan_args: Sequence[str]):
     """The merged torchtitan config of ``--job.config_file FILE [overrides]``, validated.  Raises ValueError."""
-    import stateflow.titan  # noqa: F401  registers the section, the model and the checks
     from torchtitan.config import ConfigManager
+
+    import stateflow.titan  # noqa: F401  registers the section, the model and the checks
 
     args = list(titan_args)
     if not any(a.startswith(("--job.custom_config_module", "--job.custom-config-module")) for a in args):

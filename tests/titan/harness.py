@@ -36,8 +36,9 @@ def free_port() -> int:
 
 
 def parse(args: list[str]):
-    import stateflow.titan  # noqa: F401
     from torchtitan.config import ConfigManager
+
+    import stateflow.titan  # noqa: F401
 
     return ConfigManager().parse_args(["--job.config_file", str(CONFIG), *SMALL, *args])
 

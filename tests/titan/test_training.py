@@ -19,7 +19,11 @@ VERIFIED = {
     "PP2, chunks of 1, 2 and 3 tokens": (2, [PP2, "--stateflow.num-chunks=None", "--stateflow.chunk-lengths", "1", "90", "2", "3"]),
     "PP2, one chunk": (2, [PP2, "--stateflow.num-chunks=1"]),
     "PP2, gpipe, documents joined": (2, [PP2, "--stateflow.policy=gpipe", "--stateflow.no-reset-at-documents"]),
-    "PP2, two stages a rank": (2, [PP2, "--parallelism.pipeline_parallel_layers_per_stage=2"]),
+    "PP2, two stages a rank": (
+        2, [PP2, "--parallelism.pipeline_parallel_layers_per_stage=1",
+            "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+            "--parallelism.pipeline_parallel_last_stage_less_layers=0"],
+    ),
     "PP2, whole sequences, torchtitan's 1F1B": (2, [PP2, OFF]),
     "PP1": (1, [PP1]),
     "PP2, gradient accumulation": (2, [PP2, ACCUMULATE]),

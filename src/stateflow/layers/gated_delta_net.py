@@ -163,7 +163,8 @@ class GatedDeltaNet(Mixer):
         q_BTHK = l2_normalize(q.unflatten(-1, (-1, self.head_k_dim)))
         k_BTHK = l2_normalize(k.unflatten(-1, (-1, self.head_k_dim)))
         v_BTHV = v.unflatten(-1, (-1, self.head_v_dim))
-        g_BTH = self.decay(self.a_proj(x_BTD))
+        # forward, not a call: FSDP's hooks on this submodule would break the graph of a compiled block.
+        g_BTH = self.decay.forward(self.a_proj(x_BTD))
         beta_BTH = self.b_proj(x_BTD).to(g_BTH.dtype).sigmoid()
         if self.allow_neg_eigval:
             beta_BTH = 2 * beta_BTH

@@ -35,7 +35,7 @@ def gated_delta_rule(
     q, k = (x.to(dtype).repeat_interleave(repeats, dim=2) for x in (q_BTHK, k_BTHK))
     v, g, beta, state = (x.to(dtype) for x in (v_BTHV, g_BTH, beta_BTH, state_BHKV))
     outputs = []
-    # unbind, not x[:, t]: the backward of each index would fill a tensor of the whole sequence, T^2 work in all.
+    # unbind, not x[:, t]: the backward of each index would fill a tensor of the whole sequence.
     tokens = zip(*(x.unbind(dim=1) for x in (q, k, v, g, beta)), strict=True)
     for t, (q_t, k_t, v_t, g_t, beta_t) in enumerate(tokens):
         if doc_start_BT is not None:

@@ -116,9 +116,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_y_BTC, grad_tail_BWC):
     saved = ctx.saved_tensors  # once only: activation checkpointing unpacks each tensor a single time
     has_bias = saved[2] is not None
-    grad_x, grad_weight, grad_bias, grad_tail = _short_conv_backward(
-        grad_y_BTC, grad_tail_BWC, *saved
-    )
+    grad_x, grad_weight, grad_bias, grad_tail = _short_conv_backward(grad_y_BTC, grad_tail_BWC, *saved)
     return grad_x, grad_weight, grad_bias if has_bias else None, grad_tail, None
 
 

@@ -59,9 +59,12 @@ def apply_fsdp(model: nn.Module, parallel_dims, job_config) -> None:
 
         common["offload_policy"] = CPUOffloadPolicy()
     gate_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    for module in model.modules():
-        if isinstance(module, DecayGate):
-            fully_shard(module, mp_policy=gate_policy, **common)
+    for block in model.layers.values():
+        for module in block.modules():
+            if isinstance(module, DecayGate):
+                fully_shard(module, mp_policy=gate_policy, **common)
+                # Its own hooks never run (see GatedDeltaNet.pre); FSDP reshards it after the backward.
+                block.register_forward_pre_hook(lambda _block, _args, gate=module: gate.unshard())
     if model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, mp_policy=mixed, **common)
     for block in model.layers.values():

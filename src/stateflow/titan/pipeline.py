@@ -31,6 +31,7 @@ class GlobalMean:
         self.counter, self.accumulation_steps, self.group, self.device = counter, accumulation_steps, group, device
         self._calls = 0
         self._scale: Tensor | None = None
+        counter.take()  # what an earlier run of this process left, e.g. one without a pipeline
 
     def next(self) -> Tensor:
         """Called once by each schedule call of a step, on every rank."""
@@ -58,29 +59,28 @@ class TitanSchedule(ScheduleStateFlow):
         return super().step(*args, **kwargs)
 
 
-class _CorrectedScale:
-    """Mixed into a torchtitan schedule: backward from the global mean, report the sum, keep no outputs."""
-
-    global_mean: GlobalMean
-
-    def step(self, *args, **kwargs):
-        if self._has_backward:
-            self._loss_scale = self.global_mean.next()
-        return super().step(*args, **kwargs)
-
-    def _maybe_get_loss(self, stage, mb_index):
-        loss = super()._maybe_get_loss(stage, mb_index)
-        return None if loss is None else loss * self._loss_scale.to(loss.dtype)
-
-    def eval(self, *args, **kwargs):
-        return super().eval(*args, **{**kwargs, "return_outputs": False})
-
-
 def corrected(schedule, global_mean: GlobalMean):
-    """The given torchtitan schedule with gradients of the global mean, as an unpipelined run has them."""
-    cls = type(schedule)
-    schedule.__class__ = type(f"Corrected{cls.__name__}", (_CorrectedScale, cls), {})
-    schedule.global_mean = global_mean
+    """The given torchtitan schedule, from now on with gradients of the global mean, as an unpipelined run has them.
+
+    Losses are reported as sums still, and evaluation keeps no outputs.
+    """
+    step, evaluate, get_loss = schedule.step, schedule.eval, schedule._maybe_get_loss
+    scale = None
+
+    def corrected_step(*args, **kwargs):
+        nonlocal scale
+        if schedule._has_backward:
+            scale = global_mean.next()
+        return step(*args, **kwargs)
+
+    def scaled_loss(stage, mb_index):
+        loss = get_loss(stage, mb_index)
+        return None if loss is None else loss * scale.to(loss.dtype)
+
+    def evaluate_only(*args, **kwargs):
+        return evaluate(*args, **{**kwargs, "return_outputs": False})
+
+    schedule.step, schedule.eval, schedule._maybe_get_loss = corrected_step, evaluate_only, scaled_loss
     return schedule
 
 

@@ -228,10 +228,10 @@ def compare_run(config, dtype: torch.dtype, steps: int) -> tuple[str, list[StepC
 
 
 def _worker() -> None:
-    import stateflow.titan  # noqa: F401
     from torchtitan.config import ConfigManager
     from torchtitan.tools.logging import init_logger
 
+    import stateflow.titan  # noqa: F401
     from stateflow.faults import FAULTS
     from stateflow.pipeline.schedule import ScheduleError
 
