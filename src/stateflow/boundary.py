@@ -24,7 +24,7 @@ FlatState = tuple[tuple[Tensor, ...], ...]
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """Detached tensor that does not pin a larger storage: a conv tail ``x[:, -3:]`` would keep the whole chunk alive."""
+    """Detached, and without pinning a larger storage: a conv tail ``x[:, -3:]`` would keep the whole chunk alive."""
     detached = tensor.detach()
     if detached.untyped_storage().nbytes() > detached.numel() * detached.element_size():
         return detached.clone()
@@ -44,7 +44,7 @@ class BoundarySpec:
         self.windows = [(layer, s.name) for layer, ss in specs.items() for s in ss if s.kind == "window"]
 
     def carries_of(self, state: FlatState, batch_size: int) -> TensorDict:
-        """Carry tensors of a flat state (or of an update) as a TensorDict ``{layer: {name: [B, ...]}}``, as they are."""
+        """Carry tensors of a flat state or update as a TensorDict ``{layer: {name: [B, ...]}}``, as they are."""
         layers = {}
         for (layer, specs), tensors in zip(self.specs.items(), state, strict=True):
             named = {s.name: t for s, t in zip(specs, tensors, strict=True) if s.kind == "carry"}

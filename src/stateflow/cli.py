@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for command in (train, verify):
         command.add_argument("config", type=Path, help="a train.toml")
-        command.add_argument("--nproc", type=int, help="processes on this machine; default: what the config's degrees ask")
+        command.add_argument("--nproc", type=int, help="processes on this machine; default: by the config's degrees")
     verify.add_argument("--steps", type=int, default=1, help="optimizer steps to compare (default 1)")
     verify.add_argument("--dtype", choices=sorted(TOLERANCE), default="float32", help="of everything (default float32)")
     verify.add_argument("--tolerance", type=float, help="largest relative difference; default 1e-10 or 2e-5 by dtype")

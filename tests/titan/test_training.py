@@ -16,7 +16,9 @@ ACCUMULATE = "--training.global_batch_size=4"
 VERIFIED = {
     "PP2": (2, [PP2]),
     "PP4, skewed": (4, [PP4, "--stateflow.num-chunks=3", "--stateflow.skew=1.0"]),
-    "PP2, chunks of 1, 2 and 3 tokens": (2, [PP2, "--stateflow.num-chunks=None", "--stateflow.chunk-lengths", "1", "90", "2", "3"]),
+    "PP2, chunks of 1, 2 and 3 tokens": (
+        2, [PP2, "--stateflow.num-chunks=None", "--stateflow.chunk-lengths", "1", "90", "2", "3"],
+    ),
     "PP2, one chunk": (2, [PP2, "--stateflow.num-chunks=1"]),
     "PP2, gpipe, documents joined": (2, [PP2, "--stateflow.policy=gpipe", "--stateflow.no-reset-at-documents"]),
     "PP2, two stages a rank": (

@@ -3,7 +3,7 @@
 The stage knows neither ranks nor transport, so the same code serves torch's pipelining (``runtime.py``) and the
 single-process executor (``local.py``).  Per unit it keeps one record from forward to backward: the received
 activation, the incoming carries (autograd leaves) and a scalar *root* whose graph holds the unit's outputs.  Joining
-the outputs in a root lets the output tensors themselves be freed as soon as they are sent, and gives every data-parallel
+outputs in a root lets the output tensors themselves be freed as soon as they are sent, and gives every data-parallel
 wrapper one tensor to call backward on.
 
 Order is guarded here and not only in the checker: a forward takes the state of chunk i-1, a backward needs the state
@@ -221,7 +221,8 @@ class ChunkStage:
         """
         unit = self._units.get((microbatch, chunk))
         if unit is None:
-            raise UnitOrderError(f"{self.name}: backward of (microbatch {microbatch}, chunk {chunk}) before its forward")
+            where = f"(microbatch {microbatch}, chunk {chunk})"
+            raise UnitOrderError(f"{self.name}: backward of {where} before its forward")
         state_grads = self._outgoing_grads(microbatch, chunk)
         window_grads = self._window_grads(microbatch, chunk)
         if grad_output is None:

@@ -73,7 +73,7 @@ def _check_types(options: StateFlow) -> None:
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name in ("num_chunks", "chunk_multiple"):
         value = getattr(options, name)
-        _expect(value is None or _is_int(value), f"[stateflow] {name} = {value!r} must be a whole number, e.g. {name} = 8")
+        _expect(value is None or _is_int(value), f"[stateflow] {name} = {value!r} must be a whole number, e.g. 8")
         _expect(value is None or value >= 1, f"[stateflow] {name} = {value} is too small; the least is 1")
     skew = options.skew
     _expect(
@@ -107,7 +107,7 @@ def chunk_cost(model_args, seq_len: int) -> ChunkCost:
     from stateflow.model import flops_per_token
 
     kinds = model_args.layer_kinds()
-    # Scores and values: 2 matrix products of 2 * heads * head_dim FLOPs for each pair of tokens, three times with backward.
+    # Two products of 2 * heads * head_dim FLOPs for each pair of tokens, three times with the backward.
     quadratic = 12.0 * kinds.count("attention") * model_args.num_attention_heads * model_args.attention_head_dim
     total = flops_per_token(model_args, seq_len)
     return ChunkCost(linear=float(total) - quadratic * seq_len / 2, quadratic=quadratic)

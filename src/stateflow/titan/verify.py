@@ -263,7 +263,8 @@ def _gather(mine: dict, group, keep=None) -> dict:
 
 def _describe(trainer, dtype) -> str:
     config, dims = trainer.job_config, trainer.parallel_dims
-    degrees = [f"{n}{d}" for n, d in (("PP", dims.pp), ("TP", dims.tp), ("FSDP", dims.dp_shard)) if d > 1] or ["1 process"]
+    named = (("PP", dims.pp), ("TP", dims.tp), ("FSDP", dims.dp_shard))
+    degrees = [f"{name}{degree}" for name, degree in named if degree > 1] or ["1 process"]
     schedule = getattr(trainer, "pp_schedule", None)
     how = "no pipeline" if schedule is None else type(schedule).__name__
     if hasattr(schedule, "plan"):
