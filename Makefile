@@ -18,6 +18,7 @@ help: ## list these targets
 	@echo '  Settings: VENV=.venv  PYTHON=python3.12  ARGS="-k checker" (more arguments for pytest or the demo)'
 
 demo: $(STAMP) ## train a small model on this machine's CPU, two processes, a few minutes
+	@rm -rf outputs/demo
 	@CUDA_VISIBLE_DEVICES= $(BIN)/stateflow train titan_configs/demo.toml $(ARGS)
 
 test: $(STAMP) ## run the tests that need no GPU

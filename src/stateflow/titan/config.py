@@ -156,6 +156,22 @@ def num_stages(job_config) -> int:
     return -(-(layers + weights) // per_stage)
 
 
+def _check_data(job_config, model) -> None:
+    """Tokenizer and data sets exist (nothing is downloaded for this), and the model has a row for each token."""
+    from stateflow.titan.data import resolve_dataset
+    from stateflow.titan.tokenizer import build_tokenizer
+
+    resolve_dataset(job_config.training.dataset, job_config.training.dataset_path)
+    if job_config.validation.enable:
+        resolve_dataset(job_config.validation.dataset, job_config.validation.dataset_path)
+    tokens = build_tokenizer(job_config).get_vocab_size()
+    _expect(
+        tokens <= model.vocab_size,
+        f"[stateflow] tokenizer = {job_config.stateflow.tokenizer!r} has {tokens} tokens, the model's vocab_size is "
+        f"{model.vocab_size}; set [stateflow.model] vocab_size = {tokens} or more",
+    )
+
+
 def validate(job_config) -> None:
     """Checks everything about a config that can be known without a process group.  Raises ValueError."""
     from stateflow.titan.flavors import resolve_model
@@ -165,6 +181,7 @@ def validate(job_config) -> None:
     model = resolve_model(job_config)
     p, training, validation = job_config.parallelism, job_config.training, job_config.validation
     make_plan(job_config)  # also with enable = false: a plan that cannot be is an error, not a surprise for later
+    _check_data(job_config, model)
 
     _expect(
         p.tensor_parallel_degree == 1,
@@ -200,6 +217,11 @@ def validate(job_config) -> None:
         f"{training.local_batch_size}; use a divisor, e.g. 1",
     )
     if validation.enable:
+        _expect(
+            validation.steps > 0,
+            f"[validation] steps = {validation.steps} reads to the end of the data, where a batch may be short; a pipeline "
+            "needs whole batches: set [validation] steps, e.g. 8",
+        )
         for name in ("local_batch_size", "seq_len"):
             have, need = getattr(validation, name), getattr(training, name)
             _expect(

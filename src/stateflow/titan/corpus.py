@@ -18,9 +18,9 @@ SPLITS = (TRAIN, VALIDATION)
 VALIDATION_ONE_IN = 10
 SHUFFLE_SEED = 0
 
-# Tests are repetitive and large; the others are applications or other people's packages.
+# Tests are repetitive and large; encodings and pydoc_data are tables; the others are applications or packages.
 _EXCLUDED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "encodings", "pydoc_data"}
 )
 
 

@@ -51,8 +51,8 @@ _SIZES = {
 def _flavors() -> dict[str, ModelArgs]:
     flavors = {
         "demo": ModelArgs(
-            dim=192, num_layers=8, pattern=list(HYBRID), vocab_size=258, num_heads=4, head_k_dim=32, head_v_dim=48,
-            num_attention_heads=6, num_kv_heads=2, attention_head_dim=32, ffn_dim=512,
+            dim=160, num_layers=8, pattern=list(HYBRID), vocab_size=258, num_heads=4, head_k_dim=32, head_v_dim=40,
+            num_attention_heads=4, num_kv_heads=2, attention_head_dim=40, ffn_dim=432,
         ),
         "tiny": ModelArgs(
             dim=32, num_layers=4, pattern=list(HYBRID), vocab_size=258, num_heads=2, head_k_dim=8, head_v_dim=12,

@@ -164,14 +164,16 @@ def _next_commands(job_config: JobConfig) -> list[tuple[str, str]]:
     options = job_config.stateflow
     config_file = job_config.job.config_file or "train.toml"
     train = f"stateflow train {config_file}"
+    # Another folder, or the run would resume from this one's checkpoint.
+    other = f" --job.dump_folder {job_config.job.dump_folder.rstrip('/')}_2" if job_config.checkpoint.enable else ""
     commands = [(f"stateflow verify {config_file}", "gradients against the unpipelined model")]
     if options.enable:
         if not options.chunk_lengths:  # explicit lengths exclude a number of chunks
             num_chunks = 16 if options.num_chunks == 8 else 8
-            commands.append((f"{train} --stateflow.num-chunks {num_chunks}", "other chunks, the same losses"))
-        commands.append((f"{train} --stateflow.no-enable", "the same model without chunks, to compare with"))
+            commands.append((f"{train} --stateflow.num-chunks {num_chunks}{other}", "other chunks, the same losses"))
+        commands.append((f"{train} --stateflow.no-enable{other}", "the same model without chunks, to compare with"))
     else:
-        commands.append((f"{train} --stateflow.enable", "the same model, its sequences pipelined in chunks"))
+        commands.append((f"{train} --stateflow.enable{other}", "the same model, its sequences pipelined in chunks"))
     if not job_config.validation.enable:
         commands.append((f"{train} --validation.enable", "with a validation loss"))
     return commands
@@ -208,6 +210,10 @@ def _to_text(figures: Mapping[str, Any], dump_folder: Path, job_config: JobConfi
         rows.append(("losses, speed", f"unknown: no TensorBoard data in {dump_folder}{reason}"))
     elif figures["first_training_loss"] is None:
         rows.append(("losses, speed", "unknown: the TensorBoard data holds no step yet"))
+        if job_config.checkpoint.enable:
+            steps = job_config.training.steps
+            hint = f"a checkpoint at step {steps} leaves nothing to train: --training.steps {2 * steps} goes on from it, "
+            rows.append(("", f"{hint}--job.dump_folder OTHER starts afresh"))
     else:
         rows.append(("first loss", _loss_text(figures["first_training_loss"])))
         rows.append(("last loss", _loss_text(figures["last_training_loss"])))

@@ -1,0 +1,122 @@
+"""Bad configs end with one sentence that names the value and a change that works, before any process group exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.titan import harness
+
+DOC = Path(__file__).parents[2] / "docs" / "composability.md"
+
+# override(s) -> what the message must contain
+REFUSED = {
+    "--stateflow.policy=1f1": "policy = '1f1' is unknown; did you mean '1f1b'",
+    "--stateflow.policy=zigzag": "known: 1f1b, gpipe",
+    "--stateflow.num-chunks=0": "num_chunks = 0 is too small; the least is 1",
+    "--stateflow.num-chunks=-3": "num_chunks = -3 is too small",
+    "--stateflow.num-chunks=97": "num_chunks = 97",
+    "--stateflow.skew=-0.5": "skew = -0.5",
+    "--stateflow.skew=3": "skew = 3",
+    "--stateflow.chunk-multiple=64 --stateflow.num-chunks=4": "num_chunks = 4",
+    "--stateflow.chunk-lengths 48 48": "chunk_lengths = [48, 48] already says where to cut: drop num_chunks = 4",
+    "--stateflow.num-chunks=None --stateflow.skew=1 --stateflow.chunk-lengths 48 48": "drop skew = 1",
+    "--stateflow.num-chunks=None --stateflow.chunk-lengths 48 47": "seq_len = 96",
+    "--stateflow.num-chunks=None --stateflow.chunk-lengths 96 0": "chunk_lengths",
+    "--stateflow.num-chunks=None --stateflow.chunk-lengths 100 -4": "chunk_lengths",
+    "--stateflow.model.num-v-heads=3": "num_v_heads = 3",
+    "--stateflow.model.num-kv-heads=3": "num_kv_heads = 3",
+    "--stateflow.model.pattern=gdn,mamba": "pattern = 'mamba'",
+    "--stateflow.model.dim=0": "dim = 0",
+    "--model.flavor=huge": "flavor = 'huge' is unknown; choose one of",
+    "--parallelism.pipeline_parallel_degree=5": "pipeline_parallel_degree = 5 is above the model's 4 layers; use at most 4",
+    "--parallelism.context_parallel_degree=2": "context_parallel_degree = 2",
+    "--parallelism.expert_parallel_degree=2": "expert_parallel_degree = 2",
+    "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=1": "data_parallel_replicate",
+    "--parallelism.pipeline_parallel_microbatch_size=3": "pipeline_parallel_microbatch_size = 3 does not divide",
+    "--parallelism.pipeline_parallel_layers_per_stage=2": "gives 3 stages, not a multiple of",
+    "--validation.enable --validation.local_batch_size=1": "[validation] local_batch_size = 1 differs",
+    "--validation.enable --validation.seq_len=48": "[validation] seq_len = 48 differs",
+    "--validation.enable --validation.steps=-1": "[validation] steps = -1",
+    "--stateflow.tokenizer=no/such/tokenizer.json": "no/such/tokenizer.json",
+    "--training.dataset=no/such/folder": "no/such/folder",
+}  # fmt: skip
+
+WRONG_TYPES = {
+    "num_chunks": "8",
+    "skew": "much",
+    "enable": 1,
+    "policy": 3,
+    "chunk_lengths": [48.0, 48],
+    "chunk_multiple": True,
+    "reset_at_documents": "yes",
+    "tokenizer": 7,
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_a_config_that_cannot_work_is_refused_with_a_sentence(overrides):
+    with pytest.raises(ValueError) as error:
+        harness.parse(overrides.split())
+    message = str(error.value)
+    assert REFUSED[overrides] in message, message
+    assert "\n" not in message.strip(), "one sentence, not a report"
+
+
+@pytest.mark.parametrize("key", WRONG_TYPES)
+def test_a_mistyped_toml_value_is_refused(key, tmp_path):
+    import stateflow.titan  # noqa: F401
+    from stateflow.titan.config import validate
+
+    config = harness.parse([])
+    setattr(config.stateflow, key, WRONG_TYPES[key])
+    with pytest.raises(ValueError, match=rf"\[stateflow\] {key} = "):
+        validate(config)
+
+
+def test_an_unknown_key_of_the_toml_is_refused(tmp_path):
+    import stateflow.titan  # noqa: F401
+    from torchtitan.config import ConfigManager
+
+    text = harness.CONFIG.read_text().replace("num_chunks = 4", "num_chunk = 4")
+    path = tmp_path / "train.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="num_chunk"):
+        ConfigManager().parse_args(["--job.config_file", str(path)])
+
+
+def test_every_refusal_stands_in_the_docs():
+    """docs/composability.md lists each refused key, and this file tests at least as many as it lists."""
+    rows = [line for line in DOC.read_text().splitlines() if line.startswith("| refused |")]
+    assert len(rows) >= 25
+    documented = " ".join(rows)
+    for overrides in REFUSED:
+        for key in re.findall(r"--[a-z]+\.([a-z_.-]+)", overrides):
+            name = key.replace("-", "_").split(".")[-1]
+            assert name in documented or name == "data_parallel_shard_degree", key
+
+
+def test_every_flavor_is_a_legal_model_and_has_the_size_of_its_name():
+    from stateflow.model import count_parameters
+    from stateflow.titan.flavors import FLAVORS
+
+    billions = {"3b": (2.7, 3.4), "15b": (13.5, 15.9), "32b": (30.0, 36.0)}
+    for name, args in FLAVORS.items():
+        args.validate()
+        for size, (least, most) in billions.items():
+            if f"_{size}" in name:
+                assert least * 1e9 < count_parameters(args) < most * 1e9, name
+
+
+def test_a_config_may_cut_by_cost_between_and_beyond():
+    from stateflow.titan.config import make_plan
+
+    model = ["--model.flavor=gdn_3b_hybrid", "--training.seq_len=131072", "--stateflow.num-chunks=8"]
+    lengths = {skew: make_plan(harness.parse([*model, f"--stateflow.skew={skew}"])).lengths for skew in (0, 0.5, 1, 1.25)}
+    assert lengths[0] == (16384,) * 8
+    assert all(sum(x) == 131072 and all(n % 128 == 0 for n in x) for x in lengths.values())
+    # Attention makes later tokens dearer, so chunks get shorter along the sequence, the more so the larger alpha.
+    assert list(lengths[1]) == sorted(lengths[1], reverse=True)
+    assert lengths[0][0] < lengths[0.5][0] < lengths[1][0] < lengths[1.25][0]
