@@ -7,6 +7,7 @@ overridden: ``--stateflow.num-chunks 8 --parallelism.pipeline-parallel-degree 4`
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -75,7 +76,11 @@ def parse_config(titan_args: Sequence[str]):
     args = list(titan_args)
     if not any(a.startswith(("--job.custom_config_module", "--job.custom-config-module")) for a in args):
         args += ["--job.custom_config_module", "stateflow.titan"]
-    return ConfigManager().parse_args(args)
+    logging.disable(logging.WARNING)  # torchtitan's remarks about assets come again, from the run itself
+    try:
+        return ConfigManager().parse_args(args)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def world_size(config) -> int:
