@@ -17,13 +17,18 @@ class TitanPool:
         )
         return runs[-1]
 
-    def verify(self, world_size: int, *args: str, dtype: str = "float64", steps: int = 2):
+    def verify(self, world_size: int, *args: str, dtype: str = "float64", steps: int = 2, plant=None):
         results = self._pool.run(
             harness.verify, world_size, world_size=world_size, port=harness.free_port(), args=list(args), dtype=dtype,
-            steps=steps,
+            steps=steps, plant=plant,
         )  # fmt: skip
         assert len(results[0]) == steps
         return results[0]
+
+    def dtypes(self, world_size: int, *args: str) -> list[dict[str, list[str]]]:
+        return self._pool.run(
+            harness.dtypes, world_size, world_size=world_size, port=harness.free_port(), args=list(args)
+        )
 
     def close(self) -> None:
         self._pool.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass, field
@@ -84,13 +85,82 @@ def train(rank: int, group, *, world_size: int, port: int, args: list[str]) -> R
     return run
 
 
-def verify(rank: int, group, *, world_size: int, port: int, args: list[str], dtype: str, steps: int):
+def verify(rank: int, group, *, world_size: int, port: int, args: list[str], dtype: str, steps: int, plant=None):
     """The comparison of ``stateflow verify``; the largest relative difference of each step, from rank 0."""
+    from stateflow.faults import FAULTS
     from stateflow.titan.verify import compare_run
 
     _enter(rank, world_size, port)
     try:
-        _, comparisons = compare_run(parse(args), getattr(torch, dtype), steps)
+        with FAULTS[plant]() if plant else contextlib.nullcontext():
+            _, comparisons = compare_run(parse(args), getattr(torch, dtype), steps)
     finally:
         _leave()
     return [(c.largest_difference, c.worst_parameter) for c in comparisons]
+
+
+def dtypes(rank: int, group, *, world_size: int, port: int, args: list[str]) -> dict[str, list[str]]:
+    """The dtypes that one training step of this rank computes in, keeps and optimises, by what they belong to."""
+    from unittest import mock
+
+    from torchtitan.train import Trainer
+
+    from stateflow.layers.gated_delta_net import DecayGate
+    from stateflow.pipeline.stage import ChunkStage
+
+    _enter(rank, world_size, port)
+    seen: dict[str, set[str]] = {}
+
+    def note(what: str, tensor) -> None:
+        seen.setdefault(what, set()).add(str(tensor.dtype).removeprefix("torch."))
+
+    gate, forward, backward = DecayGate.forward, ChunkStage.forward, ChunkStage.backward
+
+    def noted_gate(self, a):
+        note("gate parameters in use", self.A_log)
+        note("gate", out := gate(self, a))
+        return out
+
+    def noted_forward(self, a, i, x, **kwargs):
+        out = forward(self, a, i, x, **kwargs)
+        if x.is_floating_point():
+            note("activation", x)
+        for layer, name in self.spec.carries:
+            if a in self._carries:
+                note(name, self._carries[a][layer, name])
+        for window in self._windows.get(a, ()):
+            note("K/V", window.values)
+        if kwargs.get("target") is not None:
+            note("loss", out) if self.loss_fn is not None else None
+        return out
+
+    def noted_backward(self, a, i, *rest, **kwargs):
+        out = backward(self, a, i, *rest, **kwargs)
+        for grad in self._state_grads.get((a, i - 1), ()):
+            note("state gradient", grad)
+        for window in self._windows.get(a, ()):
+            if window.grads is not None:
+                note("K/V gradient", window.grads)
+        return out
+
+    try:
+        with (
+            mock.patch.object(DecayGate, "forward", noted_gate),
+            mock.patch.object(ChunkStage, "forward", noted_forward),
+            mock.patch.object(ChunkStage, "backward", noted_backward),
+        ):
+            trainer = Trainer(parse(args))
+            trainer.metrics_processor.log = lambda *args, **kwargs: None
+            trainer.step = 1
+            trainer.train_step(trainer.batch_generator(trainer.dataloader))
+        for part in trainer.model_parts:
+            for parameter in part.parameters():
+                note("parameter", parameter)
+                note("gradient", parameter.grad)
+        for optimizer in trainer.optimizers:
+            for state in optimizer.state.values():
+                note("optimizer state", state["exp_avg"])
+        trainer.close()
+    finally:
+        _leave()
+    return {what: sorted(names) for what, names in seen.items()}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from stateflow.faults import FAULTS
+from tests.workers import WorkerError
+
 pytestmark = pytest.mark.processes
 
 PP1 = "--parallelism.pipeline_parallel_degree=1"
@@ -49,6 +52,16 @@ def test_every_gradient_equals_the_reference(titan, case):
         assert difference <= 1e-10, (name, difference)
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_verify_notices_each_planted_fault(titan, fault):
+    if fault == "ascending-backward":
+        with pytest.raises(WorkerError, match="backward chunks must descend"):
+            titan.verify(2, PP2, steps=1, plant=fault)
+    else:
+        ((difference, _),) = titan.verify(2, PP2, steps=1, plant=fault)
+        assert difference > 1e-4
+
+
 @pytest.mark.parametrize("fsdp", [False, True], ids=["PP2", "PP2xFSDP2"])
 def test_compiled_blocks(titan, fsdp):
     args = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager", PP2]
@@ -56,6 +69,18 @@ def test_compiled_blocks(titan, fsdp):
         args.append(FSDP2)
     for difference, name in titan.verify(4 if fsdp else 2, *args, dtype="float32", steps=1):
         assert difference <= 2e-5, (name, difference)
+
+
+def test_what_stays_float32_under_bf16_mixed_precision(titan):
+    first, *_, last = titan.dtypes(4, PP2, FSDP2, "--training.mixed_precision_param=bfloat16")
+    float32, bfloat16 = ["float32"], ["bfloat16"]
+    expected = {
+        "parameter": float32, "gradient": float32, "optimizer state": float32, "gate parameters in use": float32,
+        "gate": float32, "recurrent": float32, "conv_q": float32, "conv_k": float32, "conv_v": float32,
+        "state gradient": float32, "K/V gradient": float32, "K/V": bfloat16, "activation": bfloat16, "loss": float32,
+    }  # fmt: skip
+    found = {**first, **last}
+    assert found == expected
 
 
 def test_loss_and_gradient_norm_do_not_depend_on_the_layout(titan):

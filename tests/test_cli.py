@@ -1,0 +1,52 @@
+"""The command line as a user meets it: exit statuses and one-line errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stateflow.cli import main, metrics_rank, parse_config, world_size
+
+DEMO = Path(__file__).parents[1] / "titan_configs" / "demo.toml"
+
+
+def test_a_missing_config_is_one_line(capsys):
+    assert main(["train", "no/such.toml"]) == 2
+    assert capsys.readouterr().err == "stateflow: no such config: no/such.toml\n"
+
+
+def test_an_impossible_value_is_one_line_and_nothing_starts(capsys):
+    assert main(["train", str(DEMO), "--stateflow.policy", "1f2b"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("stateflow: [stateflow] policy = '1f2b' is unknown; did you mean '1f1b'?")
+    assert error.count("\n") == 1
+
+
+def test_too_few_processes_or_steps(capsys):
+    assert main(["verify", str(DEMO), "--steps", "0"]) == 2
+    assert main(["train", str(DEMO), "--nproc", "0"]) == 2
+    assert "--nproc 0: the least is 1" in capsys.readouterr().err
+
+
+def test_processes_by_the_config():
+    config = parse_config(["--job.config_file", str(DEMO), "--parallelism.data_parallel_shard_degree=3"])
+    assert world_size(config) == 6
+    assert metrics_rank(config, 6) == 3
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plant", [None, "drop-state-grad"])
+def test_verify_exits_by_its_verdict(plant, tmp_path):
+    figures = tmp_path / "figures.json"
+    command = [
+        sys.executable, "-m", "stateflow", "verify", str(DEMO), "--dtype", "float64", "--json", str(figures),
+        "--model.flavor=tiny", "--training.seq_len=64", "--validation.seq_len=64", *(["--plant", plant] if plant else []),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert result.returncode == (1 if plant else 0), result.stdout + result.stderr
+    assert ("FAILED" if plant else "OK: largest relative difference") in result.stdout
+    assert json.loads(figures.read_text())["passed"] is (plant is None)
