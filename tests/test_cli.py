@@ -44,7 +44,8 @@ def test_verify_exits_by_its_verdict(plant, tmp_path):
     figures = tmp_path / "figures.json"
     command = [
         sys.executable, "-m", "stateflow", "verify", str(DEMO), "--dtype", "float64", "--json", str(figures),
-        "--model.flavor=tiny", "--training.seq_len=64", "--validation.seq_len=64", *(["--plant", plant] if plant else []),
+        "--model.flavor=tiny", "--training.seq_len=64", "--validation.seq_len=64",
+        *(["--plant", plant] if plant else []),
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == (1 if plant else 0), result.stdout + result.stderr

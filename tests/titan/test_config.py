@@ -31,10 +31,10 @@ REFUSED = {
     "--stateflow.model.pattern=gdn,mamba": "pattern = 'mamba'",
     "--stateflow.model.dim=0": "dim = 0",
     "--model.flavor=huge": "flavor = 'huge' is unknown; choose one of",
-    "--parallelism.pipeline_parallel_degree=5": "pipeline_parallel_degree = 5 is above the model's 4 layers; use at most 4",
+    "--parallelism.pipeline_parallel_degree=5": "above the model's 4 layers; use at most 4",
     "--parallelism.context_parallel_degree=2": "context_parallel_degree = 2",
     "--parallelism.expert_parallel_degree=2": "expert_parallel_degree = 2",
-    "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=1": "data_parallel_replicate",
+    "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=1": "replicate_degree = 2",
     "--parallelism.pipeline_parallel_microbatch_size=3": "pipeline_parallel_microbatch_size = 3 does not divide",
     "--parallelism.pipeline_parallel_layers_per_stage=2": "gives 3 stages, not a multiple of",
     "--validation.enable --validation.local_batch_size=1": "[validation] local_batch_size = 1 differs",
@@ -77,8 +77,9 @@ def test_a_mistyped_toml_value_is_refused(key, tmp_path):
 
 
 def test_an_unknown_key_of_the_toml_is_refused(tmp_path):
-    import stateflow.titan  # noqa: F401
     from torchtitan.config import ConfigManager
+
+    import stateflow.titan  # noqa: F401
 
     text = harness.CONFIG.read_text().replace("num_chunks = 4", "num_chunk = 4")
     path = tmp_path / "train.toml"
@@ -114,7 +115,8 @@ def test_a_config_may_cut_by_cost_between_and_beyond():
     from stateflow.titan.config import make_plan
 
     model = ["--model.flavor=gdn_3b_hybrid", "--training.seq_len=131072", "--stateflow.num-chunks=8"]
-    lengths = {skew: make_plan(harness.parse([*model, f"--stateflow.skew={skew}"])).lengths for skew in (0, 0.5, 1, 1.25)}
+    plans = {skew: make_plan(harness.parse([*model, f"--stateflow.skew={skew}"])) for skew in (0, 0.5, 1, 1.25)}
+    lengths = {skew: plan.lengths for skew, plan in plans.items()}
     assert lengths[0] == (16384,) * 8
     assert all(sum(x) == 131072 and all(n % 128 == 0 for n in x) for x in lengths.values())
     # Attention makes later tokens dearer, so chunks get shorter along the sequence, the more so the larger alpha.

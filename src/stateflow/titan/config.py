@@ -219,8 +219,8 @@ def validate(job_config) -> None:
     if validation.enable:
         _expect(
             validation.steps > 0,
-            f"[validation] steps = {validation.steps} reads to the end of the data, where a batch may be short; a pipeline "
-            "needs whole batches: set [validation] steps, e.g. 8",
+            f"[validation] steps = {validation.steps} reads to the end of the data, where a batch may be short; a "
+            "pipeline needs whole batches: set [validation] steps, e.g. 8",
         )
         for name in ("local_batch_size", "seq_len"):
             have, need = getattr(validation, name), getattr(training, name)

@@ -212,7 +212,7 @@ def _to_text(figures: Mapping[str, Any], dump_folder: Path, job_config: JobConfi
         rows.append(("losses, speed", "unknown: the TensorBoard data holds no step yet"))
         if job_config.checkpoint.enable:
             steps = job_config.training.steps
-            hint = f"a checkpoint at step {steps} leaves nothing to train: --training.steps {2 * steps} goes on from it, "
+            hint = f"a checkpoint at step {steps} leaves nothing to do: --training.steps {2 * steps} goes on from it, "
             rows.append(("", f"{hint}--job.dump_folder OTHER starts afresh"))
     else:
         rows.append(("first loss", _loss_text(figures["first_training_loss"])))
