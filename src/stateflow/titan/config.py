@@ -159,6 +159,7 @@ def num_stages(job_config) -> int:
 def validate(job_config) -> None:
     """Checks everything about a config that can be known without a process group.  Raises ValueError."""
     from stateflow.titan.flavors import resolve_model
+    from stateflow.titan.tensor_parallel import check_degree
 
     options = job_config.stateflow
     _check_types(options)
@@ -166,10 +167,11 @@ def validate(job_config) -> None:
     p, training, validation = job_config.parallelism, job_config.training, job_config.validation
     make_plan(job_config)  # also with enable = false: a plan that cannot be is an error, not a surprise for later
 
+    check_degree(model, p.tensor_parallel_degree)
     _expect(
-        p.tensor_parallel_degree == 1,
-        f"[parallelism] tensor_parallel_degree = {p.tensor_parallel_degree}: these models are not sharded by tensor "
-        "parallelism yet; set it to 1",
+        not p.enable_async_tensor_parallel,
+        "[parallelism] enable_async_tensor_parallel = true needs activations cut along the sequence, which these "
+        "models do not have; set it to false",
     )
     for name in ("context_parallel_degree", "expert_parallel_degree"):
         value = getattr(p, name)
