@@ -7,8 +7,8 @@ from tests.workers import WorkerPool
 class TitanPool:
     """Scenarios over a pool of processes in which torchtitan is imported once."""
 
-    def __init__(self):
-        self._pool = WorkerPool(4, init_groups=False)
+    def __init__(self, num_processes: int = 4):
+        self._pool = WorkerPool(num_processes, init_groups=False)
 
     def train(self, world_size: int, *args: str) -> harness.Run:
         """What the rank that logs losses saw: the last one."""
@@ -24,6 +24,11 @@ class TitanPool:
         )  # fmt: skip
         assert len(results[0]) == steps
         return results[0]
+
+    def call(self, function, world_size: int, *args: str, **kwargs) -> list:
+        """What `function` of the harness returned on every rank."""
+        port = harness.free_port()
+        return self._pool.run(function, world_size, world_size=world_size, port=port, args=list(args), **kwargs)
 
     def close(self) -> None:
         self._pool.close()

@@ -90,7 +90,7 @@ def leave(x: Tensor, group_name: str) -> Tensor:
 
 @functools.cache  # one class for all layers of a kind, so that compiled blocks share their graphs
 def _with_local_parameters(cls: type[nn.Module], names: tuple[str, ...], summed: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass whose attributes `names` are the local tensors; gradients of those in `summed` are summed over ranks."""
+    """A subclass whose attributes `names` are local tensors; gradients of those in `summed` are summed over ranks."""
 
     def make(name: str) -> property:
         def local(self) -> Tensor:
