@@ -1,14 +1,14 @@
 import pytest
 
 from tests.titan import harness
-from tests.workers import WorkerPool
+from tests.workers import TIMEOUT, WorkerPool
 
 
 class TitanPool:
     """Scenarios over a pool of processes in which torchtitan is imported once."""
 
-    def __init__(self, num_processes: int = 4):
-        self._pool = WorkerPool(num_processes, init_groups=False)
+    def __init__(self, num_processes: int = 4, timeout: float = TIMEOUT):
+        self._pool = WorkerPool(num_processes, init_groups=False, timeout=timeout)
 
     def train(self, world_size: int, *args: str) -> harness.Run:
         """What the rank that logs losses saw: the last one."""

@@ -52,8 +52,9 @@ def test_every_gradient_equals_the_reference(titan, case):
 @pytest.mark.skipif(
     os.environ.get("HYPOTHESIS_PROFILE") != "nightly", reason="eight processes: HYPOTHESIS_PROFILE=nightly runs it"
 )
+@pytest.mark.timeout(900)
 def test_pipeline_tensor_and_data_parallel_together():
-    pool = TitanPool(8)
+    pool = TitanPool(8, timeout=800)
     try:
         for difference, name in pool.verify(8, PP2, TP2, FSDP2):
             assert difference <= 1e-10, (name, difference)
