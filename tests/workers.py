@@ -43,8 +43,8 @@ def _serve(rank: int, world_size: int, store: str | None, pipe) -> None:
 
 
 class WorkerPool:
-    def __init__(self, world_size: int, init_groups: bool = True):
-        self.world_size, self.init_groups = world_size, init_groups
+    def __init__(self, world_size: int, init_groups: bool = True, timeout: float = TIMEOUT):
+        self.world_size, self.init_groups, self.timeout = world_size, init_groups, timeout
         self._start()
 
     def _start(self) -> None:
@@ -63,7 +63,7 @@ class WorkerPool:
     def run(self, function: Callable, num_ranks: int, **kwargs) -> list:
         for pipe in self._pipes[:num_ranks]:
             pipe.send((function, num_ranks, kwargs))
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + self.timeout
         replies: list = [None] * num_ranks
         while any(r is None for r in replies):
             for rank, pipe in enumerate(self._pipes[:num_ranks]):
@@ -72,9 +72,9 @@ class WorkerPool:
             failed = [r[1] for r in replies if r is not None and r[0] == "error"]
             waiting = [rank for rank, r in enumerate(replies) if r is None]
             # A rank that failed leaves its peers waiting in a receive: do not sit out their timeout.
-            if failed and waiting and time.monotonic() > deadline - TIMEOUT + 5.0 or time.monotonic() > deadline:
+            if failed and waiting and time.monotonic() > deadline - self.timeout + 5.0 or time.monotonic() > deadline:
                 self.restart()
-                raise WorkerError("\n".join(failed) or f"ranks {waiting} did not answer within {TIMEOUT:.0f} s")
+                raise WorkerError("\n".join(failed) or f"ranks {waiting} did not answer within {self.timeout:.0f} s")
         failed = [r[1] for r in replies if r[0] == "error"]
         if failed:
             raise WorkerError("\n".join(failed))

@@ -12,8 +12,10 @@ pipeline's last stage holds many chunks between forward and backward, and their 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .recurrence.numerics import at_least_float32, product
+from .sharded_loss import sharded_linear_cross_entropy
 
 
 def _blocks(num_tokens: int, block_tokens: int) -> list[slice]:
@@ -124,8 +126,13 @@ def linear_cross_entropy(
 
 
 def cross_entropy_sum(output: tuple[Tensor, Tensor], labels_BT: Tensor) -> Tensor:
-    """The summed loss of what a model with a head returned, (hidden_BTD, weight_VD)."""
+    """The summed loss of what a model with a head returned, (hidden_BTD, weight_VD).
+
+    A weight that is a DTensor is cut on the vocabulary over the ranks of tensor parallelism.
+    """
     hidden_BTD, weight_VD = output
+    if isinstance(weight_VD, DTensor):
+        return sharded_linear_cross_entropy(hidden_BTD, weight_VD, labels_BT)
     return linear_cross_entropy(hidden_BTD, weight_VD, labels_BT)
 
 

@@ -160,8 +160,10 @@ class LMHead(nn.Module):
 
 
 def logits(output: tuple[Tensor, Tensor]) -> Tensor:
-    """The logits [B, T, V] of what a model with a head returned."""
+    """The logits [B, T, V] of what a model with a head returned; under tensor parallelism a collective call."""
     hidden_BTD, weight_VD = output
+    if isinstance(weight_VD, DTensor):
+        weight_VD = weight_VD.full_tensor()
     return hidden_BTD @ weight_VD.t()
 
 

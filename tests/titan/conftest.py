@@ -1,14 +1,14 @@
 import pytest
 
 from tests.titan import harness
-from tests.workers import WorkerPool
+from tests.workers import TIMEOUT, WorkerPool
 
 
 class TitanPool:
     """Scenarios over a pool of processes in which torchtitan is imported once."""
 
-    def __init__(self):
-        self._pool = WorkerPool(4, init_groups=False)
+    def __init__(self, num_processes: int = 4, timeout: float = TIMEOUT):
+        self._pool = WorkerPool(num_processes, init_groups=False, timeout=timeout)
 
     def train(self, world_size: int, *args: str) -> harness.Run:
         """What the rank that logs losses saw: the last one."""
@@ -29,6 +29,11 @@ class TitanPool:
         return self._pool.run(
             harness.dtypes, world_size, world_size=world_size, port=harness.free_port(), args=list(args)
         )
+
+    def call(self, function, world_size: int, *args: str, **kwargs) -> list:
+        """What `function` of the harness returned on every rank."""
+        port = harness.free_port()
+        return self._pool.run(function, world_size, world_size=world_size, port=port, args=list(args), **kwargs)
 
     def close(self) -> None:
         self._pool.close()

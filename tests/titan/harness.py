@@ -85,6 +85,47 @@ def train(rank: int, group, *, world_size: int, port: int, args: list[str]) -> R
     return run
 
 
+def look_inside(rank: int, group, *, world_size: int, port: int, args: list[str]) -> dict:
+    """After one step, what this rank holds: its gradients of replicated parameters, its states, its parameters."""
+    from torch.distributed.tensor import DTensor, Replicate
+    from torchtitan.train import Trainer
+
+    _enter(rank, world_size, port)
+    try:
+        trainer = Trainer(parse(args))
+        trainer.train_step(trainer.batch_generator(trainer.dataloader))
+        (model,) = trainer.model_parts
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        named = {name: p for name, p in model.named_parameters() if p.placements == (Replicate(),)}
+        assert all(p.grad.placements == p.placements for p in model.parameters())
+        held = {
+            "gradients": {name: p.grad.to_local().clone() for name, p in named.items()},
+            "states": [tuple(s.shape for s in specs) for specs in model.state_spec(torch.float32).values()],
+            "numel": sum(p.to_local().numel() for p in model.parameters()),
+        }
+        trainer.close()
+    finally:
+        _leave()
+    return held
+
+
+def verify_with_fault(rank: int, group, *, fault: str, **kwargs):
+    """`verify` with one sum over the ranks left out."""
+    from unittest import mock
+
+    from stateflow.titan import tensor_parallel
+
+    with_local_parameters = tensor_parallel._with_local_parameters
+    broken = {
+        "input gradient": ("_enter_behind", lambda module, args, output: output),
+        "replicated gradient": (
+            "_with_local_parameters", lambda cls, names, summed: with_local_parameters(cls, names, ()),
+        ),
+    }  # fmt: skip
+    with mock.patch.object(tensor_parallel, *broken[fault]):
+        return verify(rank, group, **kwargs)
+
+
 def verify(rank: int, group, *, world_size: int, port: int, args: list[str], dtype: str, steps: int, plant=None):
     """The comparison of ``stateflow verify``; the largest relative difference of each step, from rank 0."""
     from stateflow.faults import FAULTS

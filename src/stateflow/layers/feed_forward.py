@@ -10,6 +10,9 @@ from .initialize import Initializer
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x), [..., dim] -> [..., dim] through `hidden_dim`."""
 
+    # As in a mixer (see `Mixer.sharding`): each hidden unit is a head of its own.
+    sharding = {"w1.weight": "heads", "w3.weight": "heads", "w2.weight": "heads_in"}
+
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)

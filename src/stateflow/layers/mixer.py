@@ -39,10 +39,18 @@ class Mixer(nn.Module):
     """Base of all mixers: a subclass gives `state_spec`, `pre`, `core`, `out`, `initializers`, `sharding`."""
 
     sharding: ClassVar[dict[str, Literal["heads", "heads_in", "replicate"]]] = {}
-    """For tensor parallelism, a parameter each: "heads" is cut by heads on dim 0, "heads_in" on dim 1."""
+    """For tensor parallelism, a parameter each: "heads" is cut by heads on dim 0, "heads_in" on dim 1.
+
+    "heads_in" belongs to a linear map called as a module, without a bias, whose output is the sum over heads. All
+    other parameters are "replicate": every rank uses them whole, and what flows from them to y goes through heads.
+    """
 
     def sharded_head_counts(self) -> dict[str, int]:
-        """The head counts, by argument name, that the tensor parallel degree must divide."""
+        """The head counts that the tensor parallel degree must divide, by the name of argument and attribute.
+
+        Under tensor parallelism the attributes become this rank's counts, and with them the shapes of `state_spec`;
+        `pre`, `core` and `out` take the number of heads from their tensors.
+        """
         raise NotImplementedError
 
     def state_spec(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:

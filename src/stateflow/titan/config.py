@@ -175,6 +175,7 @@ def _check_data(job_config, model) -> None:
 def validate(job_config) -> None:
     """Checks everything about a config that can be known without a process group.  Raises ValueError."""
     from stateflow.titan.flavors import resolve_model
+    from stateflow.titan.tensor_parallel import check_degree
 
     options = job_config.stateflow
     _check_types(options)
@@ -183,10 +184,11 @@ def validate(job_config) -> None:
     make_plan(job_config)  # also with enable = false: a plan that cannot be is an error, not a surprise for later
     _check_data(job_config, model)
 
+    check_degree(model, p.tensor_parallel_degree)
     _expect(
-        p.tensor_parallel_degree == 1,
-        f"[parallelism] tensor_parallel_degree = {p.tensor_parallel_degree}: these models are not sharded by tensor "
-        "parallelism yet; set it to 1",
+        not p.enable_async_tensor_parallel,
+        "[parallelism] enable_async_tensor_parallel = true needs activations cut along the sequence, which these "
+        "models do not have; set it to false",
     )
     for name in ("context_parallel_degree", "expert_parallel_degree"):
         value = getattr(p, name)

@@ -1,4 +1,4 @@
-"""How one model part is wrapped for training: activation checkpointing, torch.compile, FSDP2."""
+"""How one model part is wrapped for training: tensor parallelism, activation checkpointing, torch.compile, FSDP2."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
 
 from stateflow.layers.gated_delta_net import DecayGate
+from stateflow.titan.tensor_parallel import apply_tp
 
 # What op-level selective checkpointing keeps: the results of the expensive ops, ours among them.
 OPS_TO_SAVE = {
     torch.ops.aten.mm.default,
     torch.ops.stateflow.gated_delta_rule.default,
     torch.ops.stateflow.prefix_attention.default,
+    torch.ops._c10d_functional.all_reduce.default,  # tensor parallelism: communicate once
 }
 
 
 def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     """torchtitan's ``parallelize_fn`` for a whole model or one pipeline stage's part of it (on the meta device)."""
     compiled = job_config.compile.enable and "model" in job_config.compile.components
+    if parallel_dims.tp_enabled:
+        loss_parallel = not job_config.parallelism.disable_loss_parallel
+        apply_tp(model, parallel_dims.get_mesh("tp"), loss_parallel=loss_parallel)
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
