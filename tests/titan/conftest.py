@@ -25,11 +25,6 @@ class TitanPool:
         assert len(results[0]) == steps
         return results[0]
 
-    def dtypes(self, world_size: int, *args: str) -> list[dict[str, list[str]]]:
-        return self._pool.run(
-            harness.dtypes, world_size, world_size=world_size, port=harness.free_port(), args=list(args)
-        )
-
     def call(self, function, world_size: int, *args: str, **kwargs) -> list:
         """What `function` of the harness returned on every rank."""
         port = harness.free_port()

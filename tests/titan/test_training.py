@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stateflow.faults import FAULTS
+from tests.titan import harness
 from tests.workers import WorkerError
 
 pytestmark = pytest.mark.processes
@@ -72,7 +73,7 @@ def test_compiled_blocks(titan, fsdp):
 
 
 def test_what_stays_float32_under_bf16_mixed_precision(titan):
-    first, *_, last = titan.dtypes(4, PP2, FSDP2, "--training.mixed_precision_param=bfloat16")
+    first, *_, last = titan.call(harness.dtypes, 4, PP2, FSDP2, "--training.mixed_precision_param=bfloat16")
     float32, bfloat16 = ["float32"], ["bfloat16"]
     expected = {
         "parameter": float32, "gradient": float32, "optimizer state": float32, "gate parameters in use": float32,
