@@ -26,6 +26,13 @@ def test_an_impossible_value_is_one_line_and_nothing_starts(capsys):
     assert error.count("\n") == 1
 
 
+def test_an_unknown_key_is_one_line(tmp_path, capsys):
+    config = tmp_path / "train.toml"
+    config.write_text(DEMO.read_text().replace("num_chunks", "num_chunkz"))
+    assert main(["train", str(config)]) == 2
+    assert "unknown key 'num_chunkz' in the section of StateFlow" in capsys.readouterr().err
+
+
 def test_too_few_processes_or_steps(capsys):
     assert main(["verify", str(DEMO), "--steps", "0"]) == 2
     assert main(["train", str(DEMO), "--nproc", "0"]) == 2

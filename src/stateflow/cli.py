@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import subprocess
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from stateflow.faults import FAULTS
+from stateflow.launch import run_to_its_end
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 
@@ -54,15 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"stateflow: --{name} {value}: the least is 1", file=sys.stderr)
             return 2
     titan_args = ["--job.config_file", str(options.config), *overrides]
+    if not any(a.startswith(("--job.custom_config_module", "--job.custom-config-module")) for a in titan_args):
+        titan_args += ["--job.custom_config_module", "stateflow.titan"]
     try:
         config = parse_config(titan_args)
-    except ValueError as error:
-        print(f"stateflow: {error}", file=sys.stderr)
+    except (ValueError, TypeError, AttributeError) as error:
+        print(f"stateflow: {_one_sentence(error, options.config)}", file=sys.stderr)
         return 2
     try:
         if options.command == "train":
             return _train(options, config, titan_args)
         return _verify(options, config, titan_args)
+    except ValueError as error:
+        print(f"stateflow: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 
@@ -73,14 +79,21 @@ def parse_config(titan_args: Sequence[str]):
 
     import stateflow.titan  # noqa: F401  registers the section, the model and the checks
 
-    args = list(titan_args)
-    if not any(a.startswith(("--job.custom_config_module", "--job.custom-config-module")) for a in args):
-        args += ["--job.custom_config_module", "stateflow.titan"]
-    logging.disable(logging.WARNING)  # torchtitan's remarks about assets come again, from the run itself
+    logging.disable(logging.ERROR)  # torchtitan's remarks come again, from the run itself
     try:
-        return ConfigManager().parse_args(args)
+        return ConfigManager().parse_args(list(titan_args))
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _one_sentence(error: Exception, config: Path) -> str:
+    """torchtitan's complaint about unknown keys names a class and a script that is not here: say it with the file."""
+    found = re.match(r"Invalid field names in <class '(.*)'> data: \{(.*)\}", str(error))
+    if found is None:
+        return str(error)
+    section = found[1].rsplit(".", 1)[-1].removeprefix("Merged")
+    where = "at top level" if section == "JobConfig" else f"in the section of {section}"
+    return f"{config}: unknown key {found[2]} {where}; see docs/configuration.md and `python -m torchtitan.config.manager --help`"
 
 
 def world_size(config) -> int:
@@ -104,7 +117,7 @@ def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) ->
     ]
     # LOG_RANK tells torchtitan which rank's log is shown.
     env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "LOG_RANK": str(log_rank), **os.environ}
-    return subprocess.run(command, env=env).returncode
+    return run_to_its_end(command, env=env)
 
 
 def metrics_rank(config, nproc: int) -> int:

@@ -131,6 +131,9 @@ def evaluate(rank, group, *, microbatches, **case):
         schedule.eval(*args, target=labels if stages[-1].is_last else None, losses=losses)
         schedule.step(*args, target=labels if stages[-1].is_last else None)
     outputs = schedule.eval(*args)
+    kept = dict(outputs or {})
+    schedule.eval(*args, target=labels if stages[-1].is_last else None, losses=[])
+    assert (outputs or {}) == kept, "a later pass changed an earlier result"
     with torch.no_grad():
         hidden, weight = cases.as_reference(model)(tokens)
     expected = cases.reference_cross_entropy((hidden, weight), labels).item()

@@ -77,6 +77,21 @@ def test_evaluation_keeps_nothing():
     stage.assert_drained()
 
 
+def test_a_given_initial_state_serves_one_pass():
+    stage, _, tokens, labels = one_stage()
+    state = stage.module.initial_state(1, "cpu", torch.float64)
+    carries = stage.spec.carries_of(state, 1).apply(torch.ones_like)
+
+    def losses(training):
+        return [stage.forward(0, i, tokens[i], target=labels[i], training=training) for i in range(3)]
+
+    stage.start(0, carries)
+    given = losses(training=False)
+    plain = losses(training=False)
+    assert not torch.equal(given[0], plain[0])
+    assert all(torch.equal(a, b) for a, b in zip(losses(training=True), plain, strict=True))
+
+
 def test_a_view_is_copied_out_of_its_chunk():
     chunk = torch.randn(1, 1000, 4)
     tail = own_storage(chunk[:, -3:])

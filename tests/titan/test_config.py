@@ -40,6 +40,14 @@ REFUSED = {
     "--validation.enable --validation.local_batch_size=1": "[validation] local_batch_size = 1 differs",
     "--validation.enable --validation.seq_len=48": "[validation] seq_len = 48 differs",
     "--validation.enable --validation.steps=-1": "[validation] steps = -1",
+    "--parallelism.pipeline_parallel_degree=0": "pipeline_parallel_degree = 0 is too small; the least is 1",
+    "--parallelism.pipeline_parallel_degree=-1": "pipeline_parallel_degree = -1 is too small",
+    "--parallelism.pipeline_parallel_layers_per_stage=0": "pipeline_parallel_layers_per_stage = 0",
+    "--parallelism.data_parallel_replicate_degree=2": "data_parallel_replicate_degree = 2",
+    "--parallelism.data_parallel_shard_degree=0": "data_parallel_shard_degree = 0",
+    "--training.local_batch_size=0": "local_batch_size = 0 is too small",
+    "--training.seq_len=0": "seq_len = 0 is too small",
+    "--training.steps=0": "steps = 0 is too small",
     "--stateflow.tokenizer=no/such/tokenizer.json": "no/such/tokenizer.json",
     "--training.dataset=no/such/folder": "no/such/folder",
 }  # fmt: skip
@@ -76,6 +84,23 @@ def test_a_mistyped_toml_value_is_refused(key, tmp_path):
         validate(config)
 
 
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]], "leaves out layers.2, layers.3"),
+        ([["tok_embedings", "layers.0", "layers.1"], ["layers.2", "layers.3", "norm", "output"]], "'tok_embedings'"),
+        ([["tok_embeddings", "layers.1", "layers.0"], ["layers.2", "layers.3", "norm", "output"]], "order"),
+    ],
+)
+def test_parts_must_hold_the_whole_model(parts, message):
+    from stateflow.titan.config import validate
+
+    config = harness.parse([])
+    config.parallelism.module_fqns_per_model_part = parts
+    with pytest.raises(ValueError, match=message):
+        validate(config)
+
+
 def test_an_unknown_key_of_the_toml_is_refused(tmp_path):
     from torchtitan.config import ConfigManager
 
@@ -96,7 +121,7 @@ def test_every_refusal_stands_in_the_docs():
     for overrides in REFUSED:
         for key in re.findall(r"--[a-z]+\.([a-z_.-]+)", overrides):
             name = key.replace("-", "_").split(".")[-1]
-            assert name in documented or name in ("data_parallel_shard_degree", "enable"), key
+            assert name in documented or name in ("data_parallel_shard_degree", "enable", "steps"), key
 
 
 def test_every_flavor_is_a_legal_model_and_has_the_size_of_its_name():

@@ -271,6 +271,7 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
             schedule = build_schedule(
                 policy, self.pp_group_size, n_microbatches, self.plan.num_chunks, stages_per_rank=len(stages)
             )
+        self._fit(schedule, stages)
         check_schedule(schedule)
         _refuse_split_backward(schedule)
         self.schedule = schedule
@@ -293,6 +294,19 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
             r: [a for a in actions if a.computation_type.value in _FORWARD_ONLY]
             for r, actions in self.pipeline_order_with_comms.items()
         }
+
+    def _fit(self, schedule: Schedule, stages: Sequence[StateFlowStage]) -> None:
+        mine = tuple(stage.stage_index for stage in stages)
+        wanted = {
+            "ranks": (schedule.num_ranks, self.pp_group_size),
+            "stages": (schedule.num_stages, self._num_stages),
+            "microbatches": (schedule.num_microbatches, self.num_microbatches),
+            "chunks": (schedule.num_chunks, self.plan.num_chunks),
+            f"stages on rank {self.rank}": (schedule.stages_of(self.rank), mine),
+        }
+        for what, (of_table, here) in wanted.items():
+            if of_table != here:
+                raise ValueError(f"the schedule's table has {of_table} {what}, this run has {here}: make them agree")
 
     def _compare_ranks(self, group) -> None:
         """Ranks that disagree would hang on NCCL or exchange tensors of the wrong length: stop all of them at once."""
@@ -322,7 +336,8 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
         ``args``: tokens [M * B, T] on the rank of the first stage.  ``target``: labels [M * B, T] on the rank of the
         last one, already shifted.  ``attention_masks``: int64 [M * B, T] absolute start of each token's document, on
         every rank, or None.  ``loss_scale`` multiplies the loss sum in the backward only, e.g. 1 / valid tokens.
-        ``losses`` receives the detached loss *sums* by unit.  Returns the last stage's outputs by unit if asked.
+        ``losses`` receives the detached loss *sums* by unit.  Returns, if asked, what the last stage gave by unit: loss
+        sums with a target, else outputs.
         """
         if self._has_backward and not torch.is_grad_enabled():
             raise RuntimeError("step() needs gradients; under torch.no_grad() call eval()")
@@ -337,6 +352,12 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
             arg_units = [(t,) for t in self._cut(args[0], "tokens")]
         kwarg_units: list[dict] = [{} for _ in units]
         if attention_masks is not None:
+            shape = (self.num_microbatches * self._stages[0].microbatch_size, self.plan.seq_len)
+            if tuple(attention_masks.shape) != shape or attention_masks.dtype != torch.int64:
+                raise ValueError(
+                    f"attention_masks is {tuple(attention_masks.shape)} {attention_masks.dtype}; give the start of each "
+                    f"token's document as int64 {shape}"
+                )
             rows = attention_masks.chunk(self.num_microbatches)
             for kw, (a, i) in zip(kwarg_units, units, strict=True):
                 kw["docs"] = chunk_documents(rows[a], *self.plan.span(i))
@@ -354,16 +375,21 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
         self._step_microbatches(arg_units, kwarg_units, None, losses, return_outputs)
         for stage in self._stages:
             stage.finish_step()
-        last = next((stage for stage in self._stages if stage.is_last), None)
-        return last.unit_outputs if last is not None and return_outputs else None
+        outputs = None
+        for stage in self._stages:
+            if stage.is_last:
+                outputs, stage.unit_outputs = stage.unit_outputs, {}
+        return outputs if return_outputs else None
 
-    def eval(self, *args, target=None, losses=None, **kwargs):
+    def eval(self, *args, target=None, losses=None, return_outputs=None, **kwargs):
         """Forward only, see ``step``; returns the last stage's outputs by unit if no target is given."""
         trained_order, had_backward = self.pipeline_order_with_comms, self._has_backward
         self.pipeline_order_with_comms, self._has_backward = self._forward_order, False
         try:
             with torch.no_grad():
-                return self.step(*args, target=target, losses=losses, return_outputs=target is None, **kwargs)
+                if return_outputs is None:
+                    return_outputs = target is None
+                return self.step(*args, target=target, losses=losses, return_outputs=return_outputs, **kwargs)
         finally:
             self.pipeline_order_with_comms, self._has_backward = trained_order, had_backward
 

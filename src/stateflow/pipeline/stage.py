@@ -118,7 +118,9 @@ class ChunkStage:
     def start(self, microbatch: int, carries: TensorDict) -> None:
         """Gives the state that chunk 0 of ``microbatch`` starts from (zeros otherwise).
 
-        Its gradient is in ``initial_state_grads[microbatch]`` after the backward of chunk 0, keyed by (layer, name).
+        ``carries`` is a TensorDict ``{layer: {name: [B, ...]}}`` as ``spec.carries_of(module.initial_state(...), B)``
+        makes it.  It serves one pass.  Its gradient is in ``initial_state_grads[microbatch]`` after the backward of
+        chunk 0, keyed by (layer, name).
         """
         self._initial[microbatch] = carries
 
@@ -177,6 +179,8 @@ class ChunkStage:
             carries = self._carries.pop(microbatch)
         elif microbatch in self._initial:
             carries = self._initial[microbatch].apply(Tensor.detach)
+            if not training:
+                del self._initial[microbatch]
         else:
             zeros = self.module.initial_state(x.shape[0], x.device, self.activation_dtype)
             carries = self.spec.carries_of(zeros, x.shape[0])

@@ -156,6 +156,62 @@ def num_stages(job_config) -> int:
     return -(-(layers + weights) // per_stage)
 
 
+# (section, key, least): torchtitan takes these as they come, and fails far away or not at all.
+_WHOLE_NUMBERS = [
+    ("parallelism", "pipeline_parallel_degree", 1),
+    ("parallelism", "tensor_parallel_degree", 1),
+    ("parallelism", "context_parallel_degree", 1),
+    ("parallelism", "expert_parallel_degree", 1),
+    ("parallelism", "data_parallel_replicate_degree", 1),
+    ("parallelism", "data_parallel_shard_degree", -1),
+    ("parallelism", "pipeline_parallel_microbatch_size", 1),
+    ("parallelism", "pipeline_parallel_first_stage_less_layers", 0),
+    ("parallelism", "pipeline_parallel_last_stage_less_layers", 0),
+    ("training", "seq_len", 1),
+    ("training", "local_batch_size", 1),
+    ("training", "global_batch_size", -1),
+    ("training", "steps", 1),
+    ("validation", "seq_len", 1),
+    ("validation", "local_batch_size", 1),
+]
+
+
+def _check_torchtitan(job_config) -> None:
+    """Type and range of the torchtitan keys that the checks below compute with."""
+    for section, key, least in _WHOLE_NUMBERS:
+        value = getattr(getattr(job_config, section), key)
+        _expect(_is_int(value), f"[{section}] {key} = {value!r} must be a whole number")
+        _expect(value >= least, f"[{section}] {key} = {value} is too small; the least is {least}")
+    for section, key in (("model", "flavor"), ("training", "dataset"), ("validation", "dataset")):
+        value = getattr(getattr(job_config, section), key)
+        _expect(isinstance(value, str), f"[{section}] {key} = {value!r} must be a string")
+    shard = job_config.parallelism.data_parallel_shard_degree
+    _expect(shard != 0, "[parallelism] data_parallel_shard_degree = 0: use 1, or -1 for what is left")
+    per_stage = job_config.parallelism.pipeline_parallel_layers_per_stage
+    _expect(
+        per_stage is None or (_is_int(per_stage) and per_stage >= 1),
+        f"[parallelism] pipeline_parallel_layers_per_stage = {per_stage!r} must be a whole number of at least 1",
+    )
+
+
+def _check_parts(names: list[list[str]], num_layers: int) -> None:
+    """``module_fqns_per_model_part`` must hold the whole model, once and in order; a layer left out trains nothing."""
+    whole = ["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
+    given = [name for part in names for name in part]
+    for name in given:
+        _expect(
+            name in whole,
+            f"[parallelism] module_fqns_per_model_part names {name!r}, which the model does not have; it has "
+            f"tok_embeddings, layers.0 to layers.{num_layers - 1}, norm and output",
+        )
+    missing = [name for name in whole if name not in given]
+    _expect(not missing, f"[parallelism] module_fqns_per_model_part leaves out {', '.join(missing)}; add them")
+    _expect(
+        given == whole,
+        f"[parallelism] module_fqns_per_model_part = {names} must name each module once and in the model's order",
+    )
+
+
 def _check_data(job_config, model) -> None:
     """Tokenizer and data sets exist (nothing is downloaded for this), and the model has a row for each token."""
     from stateflow.titan.data import resolve_dataset
@@ -178,7 +234,12 @@ def validate(job_config) -> None:
     from stateflow.titan.tensor_parallel import check_degree
 
     options = job_config.stateflow
+    _expect(
+        isinstance(options, StateFlow) and isinstance(options.model, ModelOverrides),
+        "stateflow and stateflow.model must be tables: write [stateflow] and [stateflow.model] with keys below",
+    )
     _check_types(options)
+    _check_torchtitan(job_config)
     model = resolve_model(job_config)
     p, training, validation = job_config.parallelism, job_config.training, job_config.validation
     make_plan(job_config)  # also with enable = false: a plan that cannot be is an error, not a surprise for later
@@ -201,6 +262,8 @@ def validate(job_config) -> None:
         f"[parallelism] pipeline_parallel_degree = {degree} is above the model's {model.num_layers} layers; "
         f"use at most {model.num_layers}",
     )
+    if p.module_fqns_per_model_part is not None:
+        _check_parts(p.module_fqns_per_model_part, model.num_layers)
     stages = num_stages(job_config)
     _expect(
         stages % degree == 0,
@@ -208,7 +271,7 @@ def validate(job_config) -> None:
         f"stages, not a multiple of pipeline_parallel_degree = {degree}; choose another number of layers a stage",
     )
     _expect(
-        p.data_parallel_replicate_degree == 1 or p.data_parallel_shard_degree != 1,
+        p.data_parallel_replicate_degree == 1 or p.data_parallel_shard_degree > 1,
         f"[parallelism] data_parallel_replicate_degree = {p.data_parallel_replicate_degree} with pipelining needs "
         "data_parallel_shard_degree > 1 (HSDP): torchtitan has no DDP beside pipelining",
     )
