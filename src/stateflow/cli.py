@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"stateflow: --{name} {value}: the least is 1", file=sys.stderr)
             return 2
     titan_args = ["--job.config_file", str(options.config), *overrides]
+    if options.command == "verify":
+        titan_args.append("--checkpoint.no-enable")  # it starts from fresh weights, whatever the folder holds
     try:
         config = parse_config(titan_args)
     except ValueError as error:

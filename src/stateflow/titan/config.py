@@ -182,6 +182,7 @@ def _check_data(job_config, model) -> None:
 def validate(job_config) -> None:
     """Checks everything about a config that can be known without a process group.  Raises ValueError."""
     from stateflow.titan.flavors import resolve_model
+    from stateflow.titan.resume import check_resume
 
     options = job_config.stateflow
     _check_types(options)
@@ -198,6 +199,7 @@ def validate(job_config) -> None:
     for name in ("context_parallel_degree", "expert_parallel_degree"):
         value = getattr(p, name)
         _expect(value == 1, f"[parallelism] {name} = {value} does not apply to these models; set it to 1")
+    check_resume(job_config)
     degree = p.pipeline_parallel_degree
     if degree == 1:
         return
