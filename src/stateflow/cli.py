@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     titan_args = ["--job.config_file", str(options.config), *overrides]
     if not any(a.startswith(("--job.custom_config_module", "--job.custom-config-module")) for a in titan_args):
         titan_args += ["--job.custom_config_module", "stateflow.titan"]
+    if options.command == "verify":
+        titan_args.append("--checkpoint.no-enable")  # it starts from fresh weights, whatever the folder holds
     try:
         config = parse_config(titan_args)
     except (ValueError, TypeError, AttributeError) as error:
@@ -93,7 +95,7 @@ def _one_sentence(error: Exception, config: Path) -> str:
         return str(error)
     section = found[1].rsplit(".", 1)[-1].removeprefix("Merged")
     where = "at top level" if section == "JobConfig" else f"in the section of {section}"
-    return f"{config}: unknown key {found[2]} {where}; see docs/configuration.md and `python -m torchtitan.config.manager --help`"
+    return f"{config}: unknown key {found[2]} {where}; see docs/configuration.md for the keys of [stateflow]"
 
 
 def world_size(config) -> int:

@@ -48,6 +48,8 @@ REFUSED = {
     "--training.local_batch_size=0": "local_batch_size = 0 is too small",
     "--training.seq_len=0": "seq_len = 0 is too small",
     "--training.steps=0": "steps = 0 is too small",
+    "--stateflow.rope-reset --stateflow.no-reset-at-documents": "rope_reset = true has no documents to reset at",
+    "--checkpoint.enable --job.dump_folder=no/such --checkpoint.initial_load_path=no/such/step-1": "no folder",
     "--stateflow.tokenizer=no/such/tokenizer.json": "no/such/tokenizer.json",
     "--training.dataset=no/such/folder": "no/such/folder",
 }  # fmt: skip
@@ -60,6 +62,7 @@ WRONG_TYPES = {
     "chunk_lengths": [48.0, 48],
     "chunk_multiple": True,
     "reset_at_documents": "yes",
+    "rope_reset": "yes",
     "tokenizer": 7,
 }
 
@@ -121,7 +124,8 @@ def test_every_refusal_stands_in_the_docs():
     for overrides in REFUSED:
         for key in re.findall(r"--[a-z]+\.([a-z_.-]+)", overrides):
             name = key.replace("-", "_").split(".")[-1]
-            assert name in documented or name in ("data_parallel_shard_degree", "enable", "steps"), key
+            known = ("data_parallel_shard_degree", "enable", "dump_folder", "steps")
+            assert name.removeprefix("no_") in documented or name in known, key
 
 
 def test_every_flavor_is_a_legal_model_and_has_the_size_of_its_name():

@@ -355,8 +355,8 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
             shape = (self.num_microbatches * self._stages[0].microbatch_size, self.plan.seq_len)
             if tuple(attention_masks.shape) != shape or attention_masks.dtype != torch.int64:
                 raise ValueError(
-                    f"attention_masks is {tuple(attention_masks.shape)} {attention_masks.dtype}; give the start of each "
-                    f"token's document as int64 {shape}"
+                    f"attention_masks is {tuple(attention_masks.shape)} {attention_masks.dtype}; give the start of "
+                    f"each token's document as int64 {shape}"
                 )
             rows = attention_masks.chunk(self.num_microbatches)
             for kw, (a, i) in zip(kwarg_units, units, strict=True):

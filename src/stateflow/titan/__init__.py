@@ -13,6 +13,7 @@ from torchtitan.components.optimizer import build_optimizers  # noqa: E402
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec  # noqa: E402
 
 from stateflow.loss import cross_entropy_sum  # noqa: E402
+from stateflow.titan import resume  # noqa: E402
 from stateflow.titan.config import JobConfig, install  # noqa: E402
 from stateflow.titan.data import build_dataloader, build_validator  # noqa: E402
 from stateflow.titan.flavors import FLAVORS  # noqa: E402
@@ -32,6 +33,7 @@ def build_loss(job_config, **kwargs):
 
 
 install()
+resume.install()
 register_train_spec(
     MODEL_NAME,
     TrainSpec(

@@ -46,6 +46,8 @@ class StateFlow:
     """Order of the units: "1f1b" (the paper's) or "gpipe" """
     reset_at_documents: bool = True
     """State, convolution and attention start afresh at each document of a packed sequence, and only there"""
+    rope_reset: bool = False
+    """Rotary positions count from the start of each document instead of the sequence"""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json or of the folder that holds one"""
     model: ModelOverrides = field(default_factory=ModelOverrides)
@@ -68,7 +70,7 @@ def _is_int(value) -> bool:
 
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
-    for name in ("enable", "reset_at_documents"):
+    for name in ("enable", "reset_at_documents", "rope_reset"):
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name in ("num_chunks", "chunk_multiple"):
@@ -90,6 +92,11 @@ def _check_types(options: StateFlow) -> None:
         near = difflib.get_close_matches(options.policy.lower(), POLICIES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"[stateflow] policy = {options.policy!r} is unknown; {hint}known: {', '.join(POLICIES)}")
+    _expect(
+        options.reset_at_documents or not options.rope_reset,
+        "[stateflow] rope_reset = true has no documents to reset at with reset_at_documents = false; set that to true, "
+        "or rope_reset to false",
+    )
     _expect(
         isinstance(options.tokenizer, str),
         f"[stateflow] tokenizer = {options.tokenizer!r} must be \"bytes\" or a path",
@@ -231,6 +238,7 @@ def _check_data(job_config, model) -> None:
 def validate(job_config) -> None:
     """Checks everything about a config that can be known without a process group.  Raises ValueError."""
     from stateflow.titan.flavors import resolve_model
+    from stateflow.titan.resume import check_resume
     from stateflow.titan.tensor_parallel import check_degree
 
     options = job_config.stateflow
@@ -254,6 +262,7 @@ def validate(job_config) -> None:
     for name in ("context_parallel_degree", "expert_parallel_degree"):
         value = getattr(p, name)
         _expect(value == 1, f"[parallelism] {name} = {value} does not apply to these models; set it to 1")
+    check_resume(job_config)
     degree = p.pipeline_parallel_degree
     if degree == 1:
         return

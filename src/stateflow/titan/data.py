@@ -6,6 +6,7 @@ torchtitan finds data by name in its table ``DATASETS`` and wraps it in the chec
 
     stdlib, stdlib_validation    the Python standard library's sources (corpus.py)
     ./folder, file.jsonl         local .txt, .jsonl, .json or .parquet files; ":validation" picks a split
+                                 (rows of text, or of token ids with documents: packed.py)
     owner/name[:split]           a Hugging Face data set, streamed; "hf:name" for an id without an owner and
                                  "hf:owner/name/config" for one of several configurations
 """
@@ -32,6 +33,7 @@ from torchtitan.config import JobConfig
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
+from stateflow.titan import packed
 from stateflow.titan.corpus import TRAIN, VALIDATION, load_corpus, stdlib_folder
 
 _BUILDER_OF_SUFFIX = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -88,11 +90,16 @@ class CountingDataLoader(ParallelAwareDataloader):
 
 
 def _text_of(sample: dict[str, Any]) -> str:
+    if "text" not in sample:
+        raise ValueError(f"this dataset holds {packed.TOKENS}, not text")
     return sample["text"] or ""
 
 
 def _only_text(dataset: Dataset | IterableDataset, source: str) -> Dataset | IterableDataset:
-    """Keep one column and call it "text": the column of that name, else the only column of strings."""
+    """Keep one column and call it "text": the column of that name, else the only column of strings.
+
+    Rows of token ids keep these and what marks their documents, see ``packed``.
+    """
     if dataset.features is not None:
         names = list(dataset.features)
         strings = [n for n, f in dataset.features.items() if isinstance(f, Value) and "string" in f.dtype]
@@ -100,6 +107,8 @@ def _only_text(dataset: Dataset | IterableDataset, source: str) -> Dataset | Ite
         sample = next(iter(dataset.take(1)), {})
         names = list(sample)
         strings = [name for name, value in sample.items() if isinstance(value, str)]
+    if packed.TOKENS in names:
+        return packed.select_columns(dataset, names, source)
     if "text" in strings:
         column = "text"
     elif len(strings) == 1:
@@ -273,13 +282,44 @@ def iterate_texts(name: str, path: str | None = None) -> Iterator[str]:
 
 
 class TextDataset(HuggingFaceTextDataset):
-    """torchtitan's text dataset, whose streams also resume in their second and later epochs."""
+    """torchtitan's text dataset, whose streams also resume in their second and later epochs.
+
+    Rows of token ids (``packed``) go the same way, except that they are not encoded.
+    """
+
+    def __init__(self, *args, vocab_size: int | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        is_packed = packed.is_packed(self._data)
+        self._stream = packed.PackedStream(self.dataset_name, self.seq_len, vocab_size) if is_packed else None
+
+    def __iter__(self):
+        return super().__iter__() if self._stream is None else self._packed_windows()
+
+    def _packed_windows(self):
+        yield from self._stream.windows()  # of a row in the midst of which a checkpoint was taken
+        while True:
+            for row in self._get_data_iter():
+                self._sample_idx += 1
+                self._stream.add(row)
+                yield from self._stream.windows()
+            packed.report_end(self.dataset_name, self.infinite)
+            if not self.infinite:
+                return
+            self._sample_idx = 0
+            if isinstance(self._data, IterableDataset):
+                self._data.set_epoch(self._data.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state if self._stream is None else {**state, **self._stream.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # A stream ignores a state from another epoch than its own, and a new stream is in epoch 0.
         if isinstance(self._data, IterableDataset):
             self._data.set_epoch(state_dict["data"].get("epoch", 0))
         super().load_state_dict(state_dict)
+        if self._stream is not None:
+            self._stream.load_state_dict(state_dict)
 
 
 @contextmanager
@@ -322,6 +362,7 @@ def build_dataloader(
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
             infinite=infinite,
+            vocab_size=_vocab_size(job_config),
         )
     options = {**asdict(training.dataloader), "batch_size": training.local_batch_size}
     return CountingDataLoader(dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **options)
@@ -347,9 +388,31 @@ def build_validator(job_config: JobConfig, dp_world_size: int, dp_rank: int, **k
     resolved.validation = copy.copy(validation)
     resolved.validation.dataset, resolved.validation.dataset_path = name, path
     with _readable_errors(validation.dataset, dp_rank, dp_world_size):
-        return build_torchtitan_validator(
+        validator = build_torchtitan_validator(
             job_config=resolved, dp_world_size=dp_world_size, dp_rank=dp_rank, **kwargs
         )
+        if packed.is_packed(validator.validation_dataloader.dataset._data):
+            dataset = TextDataset(
+                dataset_name=name,
+                dataset_path=path,
+                tokenizer=kwargs["tokenizer"],
+                seq_len=validation.seq_len,
+                dp_rank=dp_rank,
+                dp_world_size=dp_world_size,
+                infinite=validation.steps != -1,
+                vocab_size=_vocab_size(job_config),
+            )
+            options = {**asdict(validation.dataloader), "batch_size": validation.local_batch_size}
+            validator.validation_dataloader = ParallelAwareDataloader(
+                dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **options
+            )
+        return validator
+
+
+def _vocab_size(job_config: JobConfig) -> int | None:
+    from stateflow.titan.flavors import resolve_model
+
+    return resolve_model(job_config).vocab_size if hasattr(job_config.stateflow, "model") else None
 
 
 def _load_corpus_split(path: str, split: str) -> Dataset:

@@ -85,6 +85,8 @@ def resolve_model(job_config) -> ModelArgs:
         given["pattern"] = given["pattern"].replace(",", " ").split()
     if "init_seed" not in given and job_config.debug.seed is not None:
         given["init_seed"] = job_config.debug.seed
+    if options.rope_reset:
+        given["rope_reset"] = True
     attn_type = "varlen" if options.reset_at_documents else "sdpa"
     args = dataclasses.replace(_pristine(name), attn_type=attn_type, **given)
     args.validate()

@@ -13,6 +13,7 @@ from torchtitan.distributed.pipeline_parallel import (
 )
 from torchtitan.tools.logging import logger
 
+from stateflow.documents import COLUMNS
 from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
 from stateflow.titan.config import make_plan, num_stages
 from stateflow.titan.data import TokenCounter, valid_tokens
@@ -56,7 +57,12 @@ class TitanSchedule(ScheduleStateFlow):
     def step(self, *args, **kwargs):
         if self._has_backward:
             kwargs["loss_scale"] = self.global_mean.next()
-        return super().step(*args, **kwargs)
+        return super().step(*args, **_without_columns(kwargs))
+
+
+def _without_columns(kwargs: dict) -> dict:
+    """The Trainer passes every column of a batch to the first stage; documents have become ``attention_masks``."""
+    return {name: value for name, value in kwargs.items() if name not in COLUMNS}
 
 
 def corrected(schedule, global_mean: GlobalMean):
@@ -71,14 +77,14 @@ def corrected(schedule, global_mean: GlobalMean):
         nonlocal scale
         if schedule._has_backward:
             scale = global_mean.next()
-        return step(*args, **kwargs)
+        return step(*args, **_without_columns(kwargs))
 
     def scaled_loss(stage, mb_index):
         loss = get_loss(stage, mb_index)
         return None if loss is None else loss * scale.to(loss.dtype)
 
     def evaluate_only(*args, **kwargs):
-        return evaluate(*args, **{**kwargs, "return_outputs": False})
+        return evaluate(*args, **{**_without_columns(kwargs), "return_outputs": False})
 
     schedule.step, schedule.eval, schedule._maybe_get_loss = corrected_step, evaluate_only, scaled_loss
     return schedule

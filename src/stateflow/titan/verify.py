@@ -152,18 +152,19 @@ class _Recorder:
 
     def __init__(self, iterator):
         self.iterator = iterator
-        self.batches: list[tuple[Tensor, Tensor]] = []
+        self.batches: list[tuple[dict[str, Tensor], Tensor]] = []
 
     def __iter__(self):
         return self
 
     def __next__(self):
         inputs, labels = next(self.iterator)
-        self.batches.append((inputs["input"].cpu().clone(), labels.cpu().clone()))
+        columns = {name: value.cpu().clone() for name, value in inputs.items()}
+        self.batches.append((columns, labels.cpu().clone()))
         return inputs, labels
 
 
-def reference_step(model_args, weights: dict[str, Tensor], batches: Sequence[tuple[Tensor, Tensor]], tokenizer, dtype):
+def reference_step(model_args, weights: dict[str, Tensor], batches: Sequence[tuple[dict, Tensor]], tokenizer, dtype):
     """Loss and gradients of the unchunked model: ``(mean loss, {name: gradient})``."""
     from stateflow.loss import reference_cross_entropy
     from stateflow.titan.model import TitanModel
@@ -178,9 +179,11 @@ def reference_step(model_args, weights: dict[str, Tensor], batches: Sequence[tup
     for name, block in list(model.layers.named_children()):
         # The graph of a token-by-token recurrence is large: keep one layer's at a time.
         model.layers.register_module(name, checkpoint_wrapper(block))
-    for tokens, labels in batches:
-        for x, y in zip(tokens.split(REFERENCE_ROWS), labels.split(REFERENCE_ROWS), strict=True):
-            docs = model.get_attention_masks(x, tokenizer) if args.attn_type == "varlen" else None
+    for columns, labels in batches:
+        for start in range(0, len(labels), REFERENCE_ROWS):
+            rows = {name: value[start : start + REFERENCE_ROWS] for name, value in columns.items()}
+            x, y = rows.pop("input"), labels[start : start + REFERENCE_ROWS]
+            docs = model.get_attention_masks(x, tokenizer, rows) if args.attn_type == "varlen" else None
             loss = reference_cross_entropy(model(x, attention_masks=docs), y) / count
             loss.backward()
             total += float(loss.detach())
