@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from stateflow.titan import data, packed
+from stateflow.titan.model import TitanModel
 from tests.titan.test_data import clean_tables, loader_of, make_config, own_cache, validator_of  # noqa: F401
 
 PP1 = "--parallelism.pipeline_parallel_degree=1"
@@ -196,8 +197,13 @@ def test_every_gradient_with_columns(titan, sources, args):
         assert difference <= 1e-10, (name, difference)
 
 
-@pytest.mark.processes
-def test_rope_reset_changes_the_model(titan, sources):
-    source = f"--training.dataset={sources['cu_seqlens']}"
-    kept, reset = (titan.train(2, PP2, source, *args) for args in ([], ["--stateflow.rope-reset"]))
-    assert kept.losses != reset.losses
+def test_rope_reset_reaches_the_model():
+    """No loss shows it: rotations are relative, so inside a document both positions give the same up to rounding."""
+    from stateflow.titan.flavors import resolve_model
+    from tests.titan import harness
+
+    for args, expected in ([], False), (["--stateflow.rope-reset"], True):
+        model = TitanModel(resolve_model(harness.parse(args)))
+        assert [block.mixer.rope_reset for block in model.layers.values() if hasattr(block.mixer, "rope_reset")] == [
+            expected
+        ]

@@ -41,7 +41,7 @@ def parse(folder, *args):
 
 FREE = [
     "--stateflow.num-chunks=2", "--stateflow.num-chunks=3 --stateflow.skew=1.0", "--stateflow.policy=gpipe",
-    "--stateflow.enable", "--stateflow.no-enable", "--stateflow.no-reset-at-documents", "--debug.seed=7",
+    "--stateflow.enable", "--stateflow.no-enable", "--stateflow.no-reset-at-documents", "--debug.seed=7", "--stateflow.rope-reset",
     "--parallelism.pipeline_parallel_degree=4 --parallelism.data_parallel_shard_degree=2",
     "--parallelism.pipeline_parallel_degree=1 --parallelism.data_parallel_shard_degree=2",
     "--training.steps=100", "--training.seq_len=48 --validation.seq_len=48", "--training.local_batch_size=4",
@@ -60,7 +60,6 @@ REFUSED = {
     "--stateflow.model.pattern=gdn": ["layers = ['gdn', 'gdn', 'gdn', 'attention'] there"],
     "--stateflow.model.ffn-dim=80 --stateflow.model.num-layers=3": ["ffn_dim = 64 there", "num_layers = 4 there"],
     "--model.flavor=demo": ["flavor 'tiny' there, 'demo' here", "dim = 32 there, 160 here"],
-    "--stateflow.rope-reset": ["rope_reset = False there, True here"],
     "--parallelism.pipeline_parallel_degree=4": ["a data-parallel degree of 2, this run has 1", "keep 2"],
     "--parallelism.data_parallel_shard_degree=4": ["this run has 4", "--checkpoint.exclude_from_loading dataloader"],
     "--training.dataset=stdlib_validation": ["dataset = 'stdlib' there, 'stdlib_validation' here"],
@@ -132,15 +131,19 @@ def test_a_seed_checkpoint_gives_weights_only(tmp_path):
 def test_initial_load_path(folder, tmp_path):
     new = tmp_path / "new"
     load = f"--checkpoint.initial_load_path={folder}/checkpoint/step-20"
-    for args in ([], ["--parallelism.pipeline_parallel_degree=4"], ["--stateflow.rope-reset"]):
+    record = resume.describe_run(harness.parse([]), 2)
+    for args in ([], ["--parallelism.pipeline_parallel_degree=4"]):
         parse(new, load, *args)
     with pytest.raises(ValueError, match="step-20 is of another model .* give another .* initial_load_path"):
         parse(new, load, "--stateflow.model.num-layers=5")
     everything = "--checkpoint.no_initial_load_model_only"
     with pytest.raises(ValueError, match="a data-parallel degree of 2, this run has 1"):
         parse(new, load, everything, "--parallelism.pipeline_parallel_degree=4")
-    with pytest.raises(ValueError, match="rope_reset"):
-        parse(new, load, everything, "--stateflow.rope-reset")
+    record["model"]["rope_theta"] = 5.0  # weights may be taken over with another base of positions
+    resume.write(folder / "checkpoint" / "step-20", record)
+    parse(new, load)
+    with pytest.raises(ValueError, match="rope_theta = 5.0 there, 10000.0 here"):
+        parse(new, load, everything)
     with pytest.raises(ValueError, match="initial_load_path = 'no/such' is no folder"):
         parse(new, "--checkpoint.initial_load_path=no/such")
     assert not new.exists(), "a folder would make torchtitan ignore initial_load_path"
@@ -154,7 +157,7 @@ def test_a_damaged_record_says_so(folder):
             parse(folder)
     record = resume.describe_run(harness.parse([]), 2)
     record["model"]["a field of a later version"] = 1
-    del record["model"]["rope_reset"]
+    del record["model"]["norm_eps"]
     path.write_text(json.dumps(record))
     parse(folder)
 

@@ -47,7 +47,7 @@ class StateFlow:
     reset_at_documents: bool = True
     """State, convolution and attention start afresh at each document of a packed sequence, and only there"""
     rope_reset: bool = False
-    """Rotary positions count from the start of each document instead of the sequence"""
+    """Rotary positions count from the start of each document; equal but for rounding, as rotations are relative"""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json or of the folder that holds one"""
     model: ModelOverrides = field(default_factory=ModelOverrides)
