@@ -41,7 +41,8 @@ def parse(folder, *args):
 
 FREE = [
     "--stateflow.num-chunks=2", "--stateflow.num-chunks=3 --stateflow.skew=1.0", "--stateflow.policy=gpipe",
-    "--stateflow.enable", "--stateflow.no-enable", "--stateflow.no-reset-at-documents", "--debug.seed=7", "--stateflow.rope-reset",
+    "--stateflow.enable", "--stateflow.no-enable", "--stateflow.no-reset-at-documents",
+    "--debug.seed=7", "--stateflow.rope-reset",
     "--parallelism.pipeline_parallel_degree=4 --parallelism.data_parallel_shard_degree=2",
     "--parallelism.pipeline_parallel_degree=1 --parallelism.data_parallel_shard_degree=2",
     "--training.steps=100", "--training.seq_len=48 --validation.seq_len=48", "--training.local_batch_size=4",

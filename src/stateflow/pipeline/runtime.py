@@ -177,6 +177,8 @@ class StateFlowStage(PipelineStage):
             self.unit_outputs[u] = output
         else:
             self._check_activation(u, output)
+            if not training and output.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+                output = output.clone()  # a part without layers: its input goes back to the pool before this is sent
             if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
                 self._outbox["F", u] = output
         if not training:
