@@ -1,0 +1,33 @@
+"""What all kernels share: the matrix product, and how 16-bit values are treated in it.
+
+Rules for every kernel of this package:
+
+- A loaded 16-bit tile is an operand of `dot`, or it is cast to float32 at once. All other arithmetic is float32:
+  the interpreter gets bfloat16 arithmetic silently wrong.
+- No `dot(trans(accumulator), x)`: Triton 3.4.0 up to 3.7.0 miscompiles it. A transposed product is computed from
+  transposed loads, or the accumulator becomes the right operand.
+- Lengths (tokens, chunk numbers) are never specialised on: another length of a chunk must not compile anything.
+- Offsets that grow with the sequence are 64 bits wide, grids have one dimension.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a @ b in float32, with a and b rounded to DTYPE.
+
+    PRECISION ("ieee", "tf32x3" or "tf32") counts where DTYPE is float32. The interpreter rounds to DTYPE, then
+    multiplies in float32.
+    """
+    a = a.to(DTYPE)
+    b = b.to(DTYPE)
+    if _INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
