@@ -1,0 +1,347 @@
+"""Launches the gated delta rule's kernels: forward = Pre, ST, Out; backward = Pre, ST, OG, STB, PG.
+
+Saved for the backward are the inputs and T (C numbers a token and head); U, W, Vn and the states at the chunks'
+starts are computed again there.
+
+With a split, the chunks are two segments and ST works on a side stream beside the other segment's parallel part:
+
+    forward     Pre1 -> (ST1 || Pre2) -> (ST2 || Out1) -> Out2
+    backward    Pre -> (ST || OG -> STB1) -> (STB2 || PG1) -> PG2,  segment 1 the later tokens
+
+Every kernel does the same with a segment as with the whole, so a split changes no bit.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import gated_delta as kernels
+from . import transition
+
+CHUNK = 64
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel is launched: columns of V at a time, warps a program, depth of the load pipeline."""
+
+    block_v: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One tile for each kernel, and the share of the chunks that is segment 1 (0: no split)."""
+
+    pre: Tile = field(default_factory=lambda: Tile(64, 4, 1))
+    transition: Tile = field(default_factory=lambda: Tile(32, 4, 2))
+    out: Tile = field(default_factory=lambda: Tile(64, 4, 1))
+    out_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
+    transition_backward: Tile = field(default_factory=lambda: Tile(32, 4, 2))
+    query_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
+    solve_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
+    key_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
+    split: float = 0.0
+    backward_split: float = 0.0
+
+
+class _Problem:
+    """The shapes of one call, and the arguments that its kernels share."""
+
+    def __init__(self, q: Tensor, v: Tensor, doc_start: Tensor | None, scale: float, eps: float | None):
+        self.batch, self.num_tokens, self.num_heads, self.v_dim = v.shape
+        self.num_key_heads, self.k_dim = q.shape[2:]
+        self.num_chunks = triton.cdiv(self.num_tokens, CHUNK)
+        self.dtype, self.device = q.dtype, q.device
+        self.doc_start = doc_start
+        self.scale, self.eps = scale, 0.0 if eps is None else eps
+        self.heads = self.batch * self.num_heads
+        precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
+        # Not B, T or N: what a kernel is compiled for must not depend on a chunk's length.
+        self.sizes = dict(H=self.num_heads, HK=self.num_key_heads, K=self.k_dim, V=self.v_dim, C=CHUNK)
+        self.sizes |= dict(BK=max(16, triton.next_power_of_2(self.k_dim)), DTYPE=_DTYPES[q.dtype], PRECISION=precision)
+        self.options = dict(B=self.batch, HAS_DOCS=doc_start is not None, NORMALIZE=eps is not None)
+
+    def tiles(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        shape = (self.batch, self.num_heads, self.num_chunks, CHUNK, width)
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def tokens(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(self.batch, self.num_heads, self.num_chunks, CHUNK, dtype=dtype, device=self.device)
+
+    def states(self) -> Tensor:
+        shape = (self.batch, self.num_heads, self.num_chunks, self.k_dim, self.v_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def per_chunk(self, kernel, tile: Tile, chunks: range, *args, **more) -> None:
+        """Launches a token-parallel kernel over some chunks of all heads."""
+        kernel[(len(chunks) * self.heads,)](
+            *args,
+            self.num_tokens,
+            self.num_chunks,
+            chunks.start,
+            **self.sizes,
+            **self.options,
+            BV=tile.block_v,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            STAGES=tile.num_stages,
+            **more,
+        )
+
+    def walk(self, kernel, tile: Tile, chunks: range, *args) -> None:
+        """Launches ST or STB through some chunks of all heads."""
+        block_v = min(tile.block_v, max(16, triton.next_power_of_2(self.v_dim)))
+        kernel[(self.heads * triton.cdiv(self.v_dim, block_v),)](
+            *args,
+            self.num_tokens,
+            self.num_chunks,
+            chunks.start,
+            chunks.stop,
+            **self.sizes,
+            BV=block_v,
+            HAS_W=True,
+            VECTOR_DECAY=False,
+            STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+        )
+
+    def segments(self, share: float) -> list[range]:
+        """The chunks as one segment or two."""
+        cut = round(share * self.num_chunks)
+        if self.device.type != "cuda" or not 0 < cut < self.num_chunks:
+            return [range(self.num_chunks)]
+        return [range(cut), range(cut, self.num_chunks)]
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class _SideStream:
+    """A stream that forks from and joins the current one. Without a device it does nothing.
+
+    Tensors must be allocated before the fork and live until after the join: then the allocator, which knows
+    only the current stream, gives no memory away too early, and a graph capture sees one connected region.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool):
+        self.enabled = enabled
+        if enabled:
+            if device not in _side_streams:
+                _side_streams[device] = torch.cuda.Stream(device)
+            self.side, self.main = _side_streams[device], torch.cuda.current_stream(device)
+
+    @contextmanager
+    def fork(self):
+        """The body's launches go to the side stream, after what the current stream has so far."""
+        if not self.enabled:
+            yield
+            return
+        self.side.wait_stream(self.main)
+        with torch.cuda.stream(self.side):
+            yield
+
+    def join(self) -> None:
+        """The current stream waits for the side stream."""
+        if self.enabled:
+            self.main.wait_stream(self.side)
+
+
+class _Prepared:
+    """What Pre leaves for the other kernels."""
+
+    def __init__(self, problem: _Problem, solve: Tensor | None = None):
+        self.solve = problem.tiles(CHUNK) if solve is None else solve
+        self.solved = solve is not None
+        self.u, self.w = problem.tiles(problem.v_dim), problem.tiles(problem.k_dim)
+        # Float64 for float32 inputs: see `gated_delta`.
+        self.gate_sum = problem.tokens(torch.float64 if problem.dtype == torch.float32 else torch.float32)
+        self.k_norm, self.k_scale = problem.tokens(), problem.tokens()
+        self.decay = torch.empty(*self.k_norm.shape[:-1], device=problem.device)
+
+    def run(self, problem: _Problem, tile: Tile, chunks: range, k: Tensor, v: Tensor, g: Tensor, beta: Tensor):
+        problem.per_chunk(
+            kernels.pre_kernel,
+            tile,
+            chunks,
+            *(k, v, g, beta, problem.doc_start, self.solve, self.u, self.w),
+            *(self.gate_sum, self.k_norm, self.k_scale, self.decay, problem.eps),
+            SOLVE=not self.solved,
+            SOLVE_PRECISION=problem.sizes["PRECISION"],
+        )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    doc_start: Tensor | None,
+    scale: float,
+    eps: float | None,
+    plan: Plan,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B, T, H, V], the state after the last token [B, H, K, V] float32, and T for `backward`.
+
+    q, k [B, T, HK, K] and v [B, T, H, V] of one dtype (float32, bfloat16, float16); g and beta [B, T, H]; state
+    float32; doc_start int64 [B, T] or None; all contiguous. eps: normalise q and k with x / sqrt(sum x^2 + eps);
+    None: they come normalised. Shapes and dtypes are the caller's business.
+    """
+    problem = _Problem(q, v, doc_start, scale, eps)
+    prepared = _Prepared(problem)
+    v_new, states = problem.tiles(problem.v_dim), problem.states()
+    o, state_out = torch.empty_like(v), torch.empty_like(state)
+    segments = problem.segments(plan.split)
+    side = _SideStream(problem.device, len(segments) > 1)
+
+    def pre(chunks: range) -> None:
+        prepared.run(problem, plan.pre, chunks, k, v, g, beta)
+
+    def walk(chunks: range) -> None:
+        problem.walk(
+            transition.transition_kernel,
+            plan.transition,
+            chunks,
+            *(k, prepared.k_scale, prepared.u, prepared.w, prepared.decay),
+            # The second segment goes on from the state that the first one left.
+            *(state if chunks.start == 0 else state_out, states, v_new, state_out),
+        )
+
+    def out(chunks: range) -> None:
+        problem.per_chunk(
+            kernels.out_kernel,
+            plan.out,
+            chunks,
+            *(q, k, doc_start, states, v_new, prepared.gate_sum, prepared.k_norm, o, problem.scale, problem.eps),
+        )
+
+    pre(segments[0])
+    with side.fork():
+        walk(segments[0])
+    if len(segments) == 1:
+        out(segments[0])
+    else:
+        pre(segments[1])
+        side.join()
+        with side.fork():
+            walk(segments[1])
+        out(segments[0])
+        side.join()
+        out(segments[1])
+    return o, state_out, prepared.solve
+
+
+def backward(
+    grad_o: Tensor,
+    grad_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    doc_start: Tensor | None,
+    solve: Tensor,
+    scale: float,
+    eps: float | None,
+    plan: Plan,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v (their dtype), g, beta (float32) and state, from those of o and the last state.
+
+    Arguments as `forward`'s and its T; grad_o in v's dtype, grad_state float32, contiguous.
+    """
+    problem = _Problem(q, v, doc_start, scale, eps)
+    prepared = _Prepared(problem, solve)
+    v_new, states = problem.tiles(problem.v_dim), problem.states()
+    grad_v_new, grad_states = problem.tiles(problem.v_dim), problem.states()
+    q_scale, grad_gate, unused = problem.tokens(), problem.tokens(), torch.empty_like(state)
+    grad_w, grad_system = problem.tiles(problem.k_dim), problem.tiles(CHUNK)
+    grad_v, grad_state_in = torch.empty_like(v), torch.empty_like(state)
+    grad_g, grad_beta = (torch.empty(g.shape, device=g.device) for _ in range(2))
+    shared = problem.num_heads > problem.num_key_heads
+    # Value heads that share a key head: summed in float32.
+    like = dict(dtype=torch.float32 if shared else q.dtype, device=q.device)
+    grad_q, grad_k = (torch.empty(*v.shape[:3], problem.k_dim, **like) for _ in range(2))
+
+    whole = range(problem.num_chunks)
+    # In the order of the tokens here; STB starts with the last one.
+    segments = problem.segments(1 - plan.backward_split if plan.backward_split else 0)
+    side = _SideStream(problem.device, len(segments) > 1)
+
+    def out_backward() -> None:
+        problem.per_chunk(
+            kernels.out_backward_kernel,
+            plan.out_backward,
+            whole,
+            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_scale, grad_v_new),
+            *(problem.scale, problem.eps),
+        )
+
+    def walk_back(chunks: range) -> None:
+        problem.walk(
+            transition.transition_backward_kernel,
+            plan.transition_backward,
+            chunks,
+            *(q, q_scale, k, prepared.k_scale, prepared.w, prepared.decay, grad_o),
+            *(grad_state if chunks.stop == problem.num_chunks else grad_state_in, grad_v_new, grad_states),
+            grad_state_in,
+        )
+
+    def query_backward(chunks: range) -> None:
+        problem.per_chunk(
+            kernels.query_backward_kernel,
+            plan.query_backward,
+            chunks,
+            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, v_new, states, grad_q, grad_gate),
+            *(problem.scale, problem.eps),
+        )
+
+    def solve_backward(chunks: range) -> None:
+        problem.per_chunk(
+            kernels.solve_backward_kernel,
+            plan.solve_backward,
+            chunks,
+            *(k, v, beta, doc_start, prepared.gate_sum, prepared.k_norm, solve, grad_v_new, states),
+            *(grad_gate, grad_system, grad_w, grad_v, grad_beta),
+        )
+
+    def key_backward(chunks: range) -> None:
+        problem.per_chunk(
+            kernels.key_backward_kernel,
+            plan.key_backward,
+            chunks,
+            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, v_new, states, grad_states),
+            *(grad_gate, grad_system, grad_w, grad_k, grad_g, problem.scale, problem.eps),
+        )
+
+    prepared.run(problem, plan.pre, whole, k, v, g, beta)
+    with side.fork():
+        problem.walk(
+            transition.transition_kernel,
+            plan.transition,
+            whole,
+            *(k, prepared.k_scale, prepared.u, prepared.w, prepared.decay, state, states, v_new, unused),
+        )
+        query_backward(whole)
+    out_backward()
+    walk_back(segments[-1])
+    side.join()
+    if len(segments) > 1:
+        with side.fork():
+            walk_back(segments[0])
+        solve_backward(segments[1])
+        key_backward(segments[1])
+        side.join()
+    solve_backward(segments[0])
+    key_backward(segments[0])
+    if shared:
+        grad_q, grad_k = (x.unflatten(2, (problem.num_key_heads, -1)).sum(3).to(q.dtype) for x in (grad_q, grad_k))
+    return grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state_in
