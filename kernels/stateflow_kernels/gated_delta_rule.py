@@ -3,16 +3,17 @@
 Saved for the backward are the inputs and T (C numbers a token and head); U, W, Vn and the states at the chunks'
 starts are computed again there.
 
-With a split, the chunks are two segments and ST works on a side stream beside the other segment's parallel part:
+With cuts, ST works on a side stream beside another segment's parallel part; for two segments that is
 
     forward     Pre1 -> (ST1 || Pre2) -> (ST2 || Out1) -> Out2
-    backward    Pre -> (ST || OG -> STB1) -> (STB2 || PG1) -> PG2,  segment 1 the later tokens
+    backward    Pre -> (ST -> PG of q || OG -> STB1) -> (STB2 || PG1) -> PG2,  segment 1 the later tokens
 
-Every kernel does the same with a segment as with the whole, so a split changes no bit.
+Every kernel does the same with a segment as with the whole, so cuts change no bit.
 """
 
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -37,18 +38,24 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """One tile for each kernel, and the share of the chunks that is segment 1 (0: no split)."""
+    """A tile for each kernel, and what runs beside what.
 
-    pre: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    transition: Tile = field(default_factory=lambda: Tile(32, 4, 2))
-    out: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    out_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    transition_backward: Tile = field(default_factory=lambda: Tile(32, 4, 2))
-    query_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    solve_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    key_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    split: float = 0.0
-    backward_split: float = 0.0
+    `cuts` and `backward_cuts` are shares of the chunks at which a call is cut into segments (none: no overlap of
+    segments), `overlap_backward` puts ST and the gradients of the queries beside OG and STB.
+    """
+
+    pre: Tile = Tile(64, 4, 1)
+    replay: Tile = Tile(64, 4, 1)
+    transition: Tile = Tile(32, 4, 3)
+    out: Tile = Tile(64, 4, 1)
+    out_backward: Tile = Tile(64, 4, 1)
+    transition_backward: Tile = Tile(32, 4, 3)
+    query_backward: Tile = Tile(64, 4, 1)
+    solve_backward: Tile = Tile(64, 4, 1)
+    key_backward: Tile = Tile(64, 4, 1)
+    cuts: tuple[float, ...] = ()
+    backward_cuts: tuple[float, ...] = ()
+    overlap_backward: bool = False
 
 
 class _Problem:
@@ -112,22 +119,23 @@ class _Problem:
             num_warps=tile.num_warps,
         )
 
-    def segments(self, share: float) -> list[range]:
-        """The chunks as one segment or two."""
-        cut = round(share * self.num_chunks)
-        if self.device.type != "cuda" or not 0 < cut < self.num_chunks:
-            return [range(self.num_chunks)]
-        return [range(cut), range(cut, self.num_chunks)]
+    def segments(self, cuts: tuple[float, ...]) -> list[range]:
+        """The chunks cut at these shares of their number; in one piece where there is nothing to overlap."""
+        edges = {0, self.num_chunks}
+        if self.device.type == "cuda":
+            edges |= {round(cut * self.num_chunks) for cut in cuts}
+        edges = sorted(edges)
+        return [range(*pair) for pair in zip(edges, edges[1:], strict=False)]
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class _SideStream:
-    """A stream that forks from and joins the current one. Without a device it does nothing.
+    """A stream beside the current one. Where it is not enabled, its work runs on the current stream.
 
-    Tensors must be allocated before the fork and live until after the join: then the allocator, which knows
-    only the current stream, gives no memory away too early, and a graph capture sees one connected region.
+    Tensors must be allocated before the first `run` and live until after the last `wait`: then the allocator,
+    which knows only the current stream, gives no memory away too early, and a graph capture sees one region.
     """
 
     def __init__(self, device: torch.device, enabled: bool):
@@ -137,20 +145,22 @@ class _SideStream:
                 _side_streams[device] = torch.cuda.Stream(device)
             self.side, self.main = _side_streams[device], torch.cuda.current_stream(device)
 
-    @contextmanager
-    def fork(self):
-        """The body's launches go to the side stream, after what the current stream has so far."""
+    def run(self, *launches: Callable[[], None]) -> torch.cuda.Event | None:
+        """Launches after all that the current stream has so far, and returns the event of their end."""
         if not self.enabled:
-            yield
-            return
+            for launch in launches:
+                launch()
+            return None
         self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side):
-            yield
+            for launch in launches:
+                launch()
+            return self.side.record_event()
 
-    def join(self) -> None:
-        """The current stream waits for the side stream."""
-        if self.enabled:
-            self.main.wait_stream(self.side)
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """The current stream goes on after the event."""
+        if event is not None:
+            self.main.wait_event(event)
 
 
 class _Prepared:
@@ -199,7 +209,7 @@ def forward(
     prepared = _Prepared(problem)
     v_new, states = problem.tiles(problem.v_dim), problem.states()
     o, state_out = torch.empty_like(v), torch.empty_like(state)
-    segments = problem.segments(plan.split)
+    segments = problem.segments(plan.cuts)
     side = _SideStream(problem.device, len(segments) > 1)
 
     def pre(chunks: range) -> None:
@@ -223,19 +233,15 @@ def forward(
             *(q, k, doc_start, states, v_new, prepared.gate_sum, prepared.k_norm, o, problem.scale, problem.eps),
         )
 
-    pre(segments[0])
-    with side.fork():
-        walk(segments[0])
-    if len(segments) == 1:
-        out(segments[0])
-    else:
-        pre(segments[1])
-        side.join()
-        with side.fork():
-            walk(segments[1])
-        out(segments[0])
-        side.join()
-        out(segments[1])
+    walked = []
+    for i, chunks in enumerate(segments):
+        pre(chunks)
+        walked.append(side.run(partial(walk, chunks)))
+        if i:
+            side.wait(walked[i - 1])
+            out(segments[i - 1])
+    side.wait(walked[-1])
+    out(segments[-1])
     return o, state_out, prepared.solve
 
 
@@ -272,9 +278,8 @@ def backward(
     grad_q, grad_k = (torch.empty(*v.shape[:3], problem.k_dim, **like) for _ in range(2))
 
     whole = range(problem.num_chunks)
-    # In the order of the tokens here; STB starts with the last one.
-    segments = problem.segments(1 - plan.backward_split if plan.backward_split else 0)
-    side = _SideStream(problem.device, len(segments) > 1)
+    segments = problem.segments(plan.backward_cuts)[::-1]
+    side = _SideStream(problem.device, plan.overlap_backward)
 
     def out_backward() -> None:
         problem.per_chunk(
@@ -322,26 +327,24 @@ def backward(
             *(grad_gate, grad_system, grad_w, grad_k, grad_g, problem.scale, problem.eps),
         )
 
-    prepared.run(problem, plan.pre, whole, k, v, g, beta)
-    with side.fork():
+    def replay() -> None:
         problem.walk(
             transition.transition_kernel,
             plan.transition,
             whole,
             *(k, prepared.k_scale, prepared.u, prepared.w, prepared.decay, state, states, v_new, unused),
         )
-        query_backward(whole)
+
+    prepared.run(problem, plan.replay, whole, k, v, g, beta)
+    replayed = side.run(replay, partial(query_backward, whole))
     out_backward()
-    walk_back(segments[-1])
-    side.join()
-    if len(segments) > 1:
-        with side.fork():
-            walk_back(segments[0])
-        solve_backward(segments[1])
-        key_backward(segments[1])
-        side.join()
-    solve_backward(segments[0])
-    key_backward(segments[0])
+    walk_back(segments[0])
+    side.wait(replayed)
+    for i, chunks in enumerate(segments):
+        event = side.run(partial(walk_back, segments[i + 1])) if i + 1 < len(segments) else None
+        solve_backward(chunks)
+        key_backward(chunks)
+        side.wait(event)
     if shared:
         grad_q, grad_k = (x.unflatten(2, (problem.num_key_heads, -1)).sum(3).to(q.dtype) for x in (grad_q, grad_k))
     return grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state_in
