@@ -534,7 +534,7 @@ def solve_backward_kernel(
     grad_system = tl.where(ts[:, None] > ts[None, :], -grad_system * pair_decay, 0.0)
     tl.store(
         grad_system_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]),
-        rounded(grad_system * (beta * k_norm)[:, None] * k_norm[None, :], DTYPE),
+        rounded(grad_system * beta[:, None], DTYPE),
     )
     products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     products = products * grad_system * k_norm[:, None] * k_norm[None, :]
@@ -624,35 +624,33 @@ def key_backward_kernel(
         state = tl.load(states_ptr + state_base + state_offset, mask=state_mask, other=0.0)
         grad_decay += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), axis=1)
 
-    q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    q_norm = _inverse_norm(q, eps, NORMALIZE, C)
     seen = (ts[None, :] >= ts[:, None]) & (ts[:, None] >= start[None, :])
     log = (gate_sum[None, :] - gate_sum[:, None]).to(tl.float32)
     pair_decay = tl.exp(tl.where(seen, log, float("-inf")))
     to_end = tl.sum(tl.where(ts[None, :] == C - 1, pair_decay, 0.0), axis=1)
-    whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
-    end_dots = tl.sum(grad_k * k.to(tl.float32), axis=1) * to_end * k_norm
-    grad_end = tl.sum(end_dots, axis=0) + whole * tl.sum(grad_decay, axis=0)
-    grad_gate = tl.load(grad_gate_ptr + chunk * C + ts) - end_dots + tl.where(ts == C - 1, grad_end, 0.0)
-
-    grad_k = dot(grad_scores * pair_decay * (scale * q_norm)[None, :], q, grad_k * to_end[:, None], DTYPE, PRECISION)
-    # b M K + M^T (b K), with both norms of keys in what was handed on; that of dK's own row comes out again.
-    system_base = grad_system_ptr + chunk * (C * C)
-    key_part = tl.zeros([C, BK], tl.float32)
-    system = tl.load(system_base + (ts[:, None] * C + ts[None, :]))
-    key_part = dot(system, k, key_part, DTYPE, PRECISION)
-    key_part = dot(tl.trans(system), k, key_part, DTYPE, PRECISION)
-    grad_k += key_part / k_norm[:, None]
+    q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
+    q_norm = _inverse_norm(q, eps, NORMALIZE, C)
+    grad_k = grad_k * to_end[:, None]
+    k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
+    k = rounded(k.to(tl.float32) * k_norm[:, None], DTYPE)
+    end_dots = tl.sum(grad_k * k.to(tl.float32), axis=1)
+    grad_k = dot(grad_scores * pair_decay * (scale * q_norm)[None, :], q, grad_k, DTYPE, PRECISION)
+    # b M K + M^T (b K)
+    system = tl.load(grad_system_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]))
+    grad_k = dot(system, k, grad_k, DTYPE, PRECISION)
+    grad_k = dot(tl.trans(system), k, grad_k, DTYPE, PRECISION)
     grad_w_offset = ts[:, None] * K + ks[None, :]
     grad_k += tl.load(grad_w_ptr + chunk * (C * K) + grad_w_offset, mask=ks[None, :] < K, other=0.0).to(tl.float32)
     if NORMALIZE:
-        along = tl.sum(grad_k * k.to(tl.float32), axis=1) * k_norm * k_norm
+        along = tl.sum(grad_k * k.to(tl.float32), axis=1)
         grad_k = (grad_k - k.to(tl.float32) * along[:, None]) * k_norm[:, None]
     grad_base = (token * H + head % H) * K
     grad_offset = ts[:, None] * (H * K) + ks[None, :]
     tl.store(grad_k_ptr + grad_base + grad_offset, rounded(grad_k, grad_k_ptr.dtype.element_ty), mask=key_mask)
 
+    whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
+    grad_end = tl.sum(end_dots, axis=0) + whole * tl.sum(grad_decay, axis=0)
+    grad_gate = tl.load(grad_gate_ptr + chunk * C + ts) - end_dots + tl.where(ts == C - 1, grad_end, 0.0)
     # Each gate is in the sums of its document's later tokens.
     summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
     grad_g = tl.sum(tl.where(summed, grad_gate[:, None], 0.0), axis=0)
