@@ -7,7 +7,7 @@ import torch
 
 from stateflow.model import ModelConfig, count_parameters
 from stateflow.titan.flavors import FLAVORS
-from stateflow.titan.tensor_parallel import check_degree, divided_counts
+from stateflow.titan.tensor_parallel import Group, check_degree, cut_tokens, divided_counts, leave_tokens
 from tests.titan import harness
 from tests.titan.conftest import nightly
 
@@ -174,6 +174,12 @@ def test_training_does_not_depend_on_the_layout_and_resumes_in_another(titan, tm
     for world_size, args in layouts:
         resumed = titan.train(world_size, *args, *load, *model)
         assert resumed.losses == pytest.approx(expected, rel=2e-5), args
+
+
+@pytest.mark.parametrize("cut", [cut_tokens, leave_tokens])
+def test_tokens_that_cannot_be_cut_in_equal_parts_are_refused(cut):
+    with pytest.raises(ValueError, match="a chunk of 3 tokens cannot be cut over 2 ranks"):
+        cut(torch.zeros(1, 3, 4), Group("none", 2, 0))
 
 
 def test_what_the_degree_must_divide():

@@ -102,8 +102,8 @@ class Mixer(nn.Module):
     def sharded_head_counts(self) -> dict[str, int]:
         """The head counts that the tensor parallel degree must divide, by the name of argument and attribute.
 
-        Under tensor parallelism the attributes become this rank's counts, and with them the shapes of `state_spec`;
-        `pre`, `core` and `out` take the number of heads from their tensors.
+        Under tensor parallelism the attributes become this rank's counts, and with them and with `groups` the shapes of
+        `state_spec`; `pre`, `core` and `out` take the number of heads from their tensors or from `groups`.
         """
         raise NotImplementedError
 

@@ -81,21 +81,30 @@ class Group(NamedTuple):
         return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
-def _own_tokens(x_BTD: Tensor, group: Group) -> Tensor:
-    num_tokens, rest = divmod(x_BTD.shape[1], group.num_ranks)
-    if rest:
+def _tokens_of_a_rank(num_tokens: int, group: Group) -> int:
+    if num_tokens % group.num_ranks:
         raise ValueError(
-            f"a chunk of {x_BTD.shape[1]} tokens cannot be cut over {group.num_ranks} ranks for sequence parallel "
-            f"norms; make every chunk a multiple of {group.num_ranks} tokens"
+            f"a chunk of {num_tokens} tokens cannot be cut over {group.num_ranks} ranks for sequence parallel norms; "
+            f"make every chunk a multiple of {group.num_ranks} tokens"
         )
+    return num_tokens // group.num_ranks
+
+
+def _own_tokens(x_BTD: Tensor, group: Group) -> Tensor:
+    num_tokens = _tokens_of_a_rank(x_BTD.shape[1], group)
     return x_BTD.narrow(1, group.rank * num_tokens, num_tokens)
+
+
+def _sum_and_scatter(x_BTD: Tensor, group: Group) -> Tensor:
+    _tokens_of_a_rank(x_BTD.shape[1], group)
+    return reduce_scatter_tokens(x_BTD, group.num_ranks, group.name)
 
 
 _STEPS = {
     "same": lambda x, group: x.view_as(x),
     "sum": lambda x, group: all_reduce(x, "sum", group.name),
     "gather": lambda x, group: all_gather_tokens(x, group.num_ranks, group.name),
-    "sum and scatter": lambda x, group: reduce_scatter_tokens(x, group.num_ranks, group.name),
+    "sum and scatter": _sum_and_scatter,
     "own": _own_tokens,
 }
 
