@@ -6,7 +6,7 @@ starts are computed again there.
 With cuts, ST works on a side stream beside another segment's parallel part; for two segments that is
 
     forward     Pre1 -> (ST1 || Pre2) -> (ST2 || Out1) -> Out2
-    backward    Pre -> (ST -> PG of q || OG -> STB1) -> (STB2 || PG1) -> PG2,  segment 1 the later tokens
+    backward    Pre -> (ST || OG -> STB1) -> (STB2 || PG of q, PG1) -> PG2,  segment 1 the later tokens
 
 Every kernel does the same with a segment as with the whole, so cuts change no bit.
 """
@@ -14,6 +14,7 @@ Every kernel does the same with a segment as with the whole, so cuts change no b
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 import triton
@@ -46,16 +47,45 @@ class Plan:
 
     pre: Tile = Tile(64, 4, 1)
     replay: Tile = Tile(64, 4, 1)
-    transition: Tile = Tile(32, 4, 3)
+    transition: Tile = Tile(32, 4, 4)
     out: Tile = Tile(64, 4, 1)
     out_backward: Tile = Tile(64, 4, 1)
     transition_backward: Tile = Tile(32, 4, 3)
     query_backward: Tile = Tile(64, 4, 1)
-    solve_backward: Tile = Tile(64, 4, 1)
-    key_backward: Tile = Tile(64, 4, 1)
+    solve_backward: Tile = Tile(64, 4, 2)
+    key_backward: Tile = Tile(64, 4, 2)
     cuts: tuple[float, ...] = ()
     backward_cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
+
+
+def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Plan:
+    """A plan that fits any shape, without overlap. `shared_memory`: bytes that a program may have; Hopper's here.
+
+    ST and STB get as deep a load pipeline as fits: each step waits for its loads, and nothing else hides them.
+    """
+    size = dtype.itemsize
+    block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
+    walk_v, wide_v = min(32, block_v), min(64, block_v)
+
+    def walk(tiles_k: int, tiles_v: int, most: int) -> Tile:
+        stage = CHUNK * (tiles_k * block_k + tiles_v * walk_v) * size
+        fixed = block_k * walk_v * size
+        return Tile(walk_v, 4, max([1, *(n for n in range(2, most + 1) if n * stage + fixed <= shared_memory)]))
+
+    warps = 4 if block_k * size <= 256 else 8
+    parallel, piped = Tile(wide_v, warps, 1), Tile(wide_v, warps, 2 if warps == 4 else 1)
+    return Plan(
+        pre=parallel,
+        replay=parallel,
+        transition=walk(2, 1, 4),
+        out=parallel,
+        out_backward=parallel,
+        transition_backward=walk(3, 2, 3),
+        query_backward=parallel,
+        solve_backward=piped,
+        key_backward=piped,
+    )
 
 
 class _Problem:
@@ -128,34 +158,34 @@ class _Problem:
         return [range(*pair) for pair in zip(edges, edges[1:], strict=False)]
 
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+class _SideStreams:
+    """Streams beside the current one, for ST and STB. Not enabled, everything runs on the current stream.
 
-
-class _SideStream:
-    """A stream beside the current one. Where it is not enabled, its work runs on the current stream.
-
-    Tensors must be allocated before the first `run` and live until after the last `wait`: then the allocator,
-    which knows only the current stream, gives no memory away too early, and a graph capture sees one region.
+    They have priority: a walk is few programs that take long, and would else start only when the many short
+    programs beside it have all been handed out. Tensors must be allocated before the first `run` and live until
+    after the last `wait`: then the allocator, which knows only the current stream, gives no memory away too
+    early, and a graph capture sees one region.
     """
 
-    def __init__(self, device: torch.device, enabled: bool):
-        self.enabled = enabled
-        if enabled:
-            if device not in _side_streams:
-                _side_streams[device] = torch.cuda.Stream(device)
-            self.side, self.main = _side_streams[device], torch.cuda.current_stream(device)
+    _streams: ClassVar[dict[tuple[torch.device, int], torch.cuda.Stream]] = {}
 
-    def run(self, *launches: Callable[[], None]) -> torch.cuda.Event | None:
-        """Launches after all that the current stream has so far, and returns the event of their end."""
-        if not self.enabled:
-            for launch in launches:
-                launch()
+    def __init__(self, device: torch.device, enabled: bool):
+        self.device = device
+        self.main = torch.cuda.current_stream(device) if enabled else None
+
+    def run(self, lane: int, launch: Callable[[], None]) -> torch.cuda.Event | None:
+        """Launches after all that the current stream has so far, and returns the event of its end."""
+        if self.main is None:
+            launch()
             return None
-        self.side.wait_stream(self.main)
-        with torch.cuda.stream(self.side):
-            for launch in launches:
-                launch()
-            return self.side.record_event()
+        key = self.device, lane
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(self.device, priority=-1)
+        side = self._streams[key]
+        side.wait_stream(self.main)
+        with torch.cuda.stream(side):
+            launch()
+            return side.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """The current stream goes on after the event."""
@@ -210,7 +240,7 @@ def forward(
     v_new, states = problem.tiles(problem.v_dim), problem.states()
     o, state_out = torch.empty_like(v), torch.empty_like(state)
     segments = problem.segments(plan.cuts)
-    side = _SideStream(problem.device, len(segments) > 1)
+    side = _SideStreams(problem.device, len(segments) > 1)
 
     def pre(chunks: range) -> None:
         prepared.run(problem, plan.pre, chunks, k, v, g, beta)
@@ -236,7 +266,7 @@ def forward(
     walked = []
     for i, chunks in enumerate(segments):
         pre(chunks)
-        walked.append(side.run(partial(walk, chunks)))
+        walked.append(side.run(0, partial(walk, chunks)))
         if i:
             side.wait(walked[i - 1])
             out(segments[i - 1])
@@ -279,7 +309,7 @@ def backward(
 
     whole = range(problem.num_chunks)
     segments = problem.segments(plan.backward_cuts)[::-1]
-    side = _SideStream(problem.device, plan.overlap_backward)
+    side = _SideStreams(problem.device, plan.overlap_backward)
 
     def out_backward() -> None:
         problem.per_chunk(
@@ -336,15 +366,15 @@ def backward(
         )
 
     prepared.run(problem, plan.replay, whole, k, v, g, beta)
-    replayed = side.run(replay, partial(query_backward, whole))
+    replayed = side.run(0, replay)
     out_backward()
-    walk_back(segments[0])
+    walked = [side.run(1, partial(walk_back, chunks)) for chunks in segments]
     side.wait(replayed)
-    for i, chunks in enumerate(segments):
-        event = side.run(partial(walk_back, segments[i + 1])) if i + 1 < len(segments) else None
+    query_backward(whole)
+    for chunks, event in zip(segments, walked, strict=True):
+        side.wait(event)
         solve_backward(chunks)
         key_backward(chunks)
-        side.wait(event)
     if shared:
         grad_q, grad_k = (x.unflatten(2, (problem.num_key_heads, -1)).sum(3).to(q.dtype) for x in (grad_q, grad_k))
     return grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state_in
