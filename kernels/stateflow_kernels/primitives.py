@@ -4,6 +4,7 @@ Rules for every kernel of this package:
 
 - A loaded 16-bit tile is an operand of `dot`, or it is cast to float32 at once. All other arithmetic is float32:
   the interpreter gets bfloat16 arithmetic silently wrong.
+- A float32 tile is stored in 16 bits through `rounded`.
 - No `dot(trans(accumulator), x)`: Triton 3.4.0 up to 3.7.0 miscompiles it. A transposed product is computed from
   transposed loads, or the accumulator becomes the right operand.
 - Lengths (tokens, chunk numbers) are never specialised on: another length of a chunk must not compile anything.
@@ -20,14 +21,24 @@ _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """x in DTYPE, to the nearest value and ties to even. (The interpreter's own cast to bfloat16 truncates.)"""
+    if _INTERPRETED and DTYPE == tl.bfloat16 and x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    return x.to(DTYPE)
+
+
+@triton.jit
 def dot(a, b, acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a @ b in float32, with a and b rounded to DTYPE.
 
     PRECISION ("ieee", "tf32x3" or "tf32") counts where DTYPE is float32. The interpreter rounds to DTYPE, then
     multiplies in float32.
     """
-    a = a.to(DTYPE)
-    b = b.to(DTYPE)
+    a = rounded(a, DTYPE)
+    b = rounded(b, DTYPE)
     if _INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
