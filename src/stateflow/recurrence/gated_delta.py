@@ -371,7 +371,7 @@ def gated_delta_rule(
     if scale is None:
         scale = q_BTHK.shape[-1] ** -0.5
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT)
-    if backend == "chunk":
+    if backend in ("chunk", "auto"):
         return _gated_delta_rule(*inputs, float(scale), chunk_size)
     if backend == "reference":
         return reference.gated_delta_rule(*inputs, scale)
