@@ -11,7 +11,7 @@ from ..recurrence.numerics import at_least_float32
 from . import initialize
 from .initialize import Initializer
 from .mixer import Mixer, State, StateSpec
-from .norm import GatedRMSNorm, l2_normalize
+from .norm import GatedRMSNorm
 
 
 class ShortConv(nn.Module):
@@ -160,8 +160,8 @@ class GatedDeltaNet(Mixer):
         k, conv_k = self.k_conv1d(self.k_proj(x_BTD), state[1], docs, self.backend)
         v, conv_v = self.v_conv1d(self.v_proj(x_BTD), state[2], docs, self.backend)
         # -1 for the heads: under tensor parallelism a rank has only its own.
-        q_BTHK = l2_normalize(q.unflatten(-1, (-1, self.head_k_dim)))
-        k_BTHK = l2_normalize(k.unflatten(-1, (-1, self.head_k_dim)))
+        q_BTHK = q.unflatten(-1, (-1, self.head_k_dim))
+        k_BTHK = k.unflatten(-1, (-1, self.head_k_dim))
         v_BTHV = v.unflatten(-1, (-1, self.head_v_dim))
         # forward, not a call: FSDP's hooks on this submodule would break the graph of a compiled block.
         g_BTH = self.decay.forward(self.a_proj(x_BTD))
@@ -173,7 +173,12 @@ class GatedDeltaNet(Mixer):
 
     def core(self, operands: State, state: State, docs: Tensor | None) -> tuple[Tensor, State]:
         o_BTHV, recurrent = gated_delta_rule(
-            *operands, state[3], docs, chunk_size=self.chunk_size, backend=self.backend
+            *operands,
+            state[3],
+            docs,
+            chunk_size=self.chunk_size,
+            backend=self.backend,
+            use_qk_l2norm_in_kernel=True,
         )
         return o_BTHV, (recurrent,)
 

@@ -4,6 +4,7 @@ All three are `torch.library` operations with fake implementations, so that torc
 op-level activation checkpointing sees them.
 """
 
+from . import gated_delta_kernels as _gated_delta_kernels  # registers its operations
 from .attention import prefix_attention
 from .gated_delta import gated_delta_rule
 from .short_conv import short_conv
