@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from .layers import Attention, Block, GatedDeltaNet, Mixer, State, StateSpec, initialize
 from .layers.attention import nearest_divisor
 
-BACKENDS = ("chunk", "reference")
+BACKENDS = ("auto", "chunk", "reference")
 
 
 def _gated_delta_net(config: "ModelConfig") -> Mixer:
@@ -72,7 +72,8 @@ class ModelConfig:
         num_attention_heads, num_kv_heads, attention_head_dim, rope_theta, rope_reset: of `Attention`.
         init_std: of the projections; those back into the residual stream get init_std / sqrt(2 num_layers).
         init_seed: seed of the parameters; None is torch.initial_seed() at the time of `init_weights`.
-        backend: "chunk", or "reference" for token-by-token recurrences and full-mask attention, to verify.
+        backend: "chunk" for PyTorch, "auto" for hand-written kernels where they can run, or "reference" for
+            token-by-token recurrences and full-mask attention, to verify.
     """
 
     dim: int = 256

@@ -214,8 +214,10 @@ def test_attention_is_torch_attention_on_rotated_heads():
 
 def test_decay_gate_is_float32_whatever_the_activations():
     mixer = make_mixer("gdn", torch.bfloat16)
-    assert mixer.decay(torch.randn(1, 2, 2, dtype=torch.bfloat16)).dtype == torch.float32
-    assert (mixer.decay(torch.randn(1, 20, 2)) < 0).all()
+    a, b = torch.randn(2, 1, 20, 2, dtype=torch.bfloat16)
+    g, beta = mixer.decay(a, b, True, "chunk")
+    assert g.dtype == beta.dtype == torch.float32
+    assert (g < 0).all() and (beta > 0).all() and beta.amax() > 1
 
 
 def test_refusals():

@@ -149,7 +149,7 @@ def test_only_the_inputs_are_saved():
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_operation_is_well_formed(with_bias):
     inputs = make_inputs(1, 5, 2, 3, with_bias)
-    torch.library.opcheck(torch.ops.stateflow.short_conv, (*inputs, documents(1, 5)))
+    torch.library.opcheck(torch.ops.stateflow.short_conv, (*inputs, documents(1, 5), False))
 
 
 @pytest.mark.parametrize(

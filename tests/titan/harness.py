@@ -157,10 +157,11 @@ def dtypes(rank: int, group, *, world_size: int, port: int, args: list[str]) -> 
 
     gate, forward, backward = DecayGate.forward, ChunkStage.forward, ChunkStage.backward
 
-    def noted_gate(self, a):
+    def noted_gate(self, *args):
         note("gate parameters in use", self.A_log)
-        note("gate", out := gate(self, a))
-        return out
+        g, beta = gate(self, *args)
+        note("gate", g)
+        return g, beta
 
     def noted_forward(self, a, i, x, **kwargs):
         out = forward(self, a, i, x, **kwargs)

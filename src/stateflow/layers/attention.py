@@ -36,7 +36,7 @@ class Attention(Mixer):
         rope_theta: base of the rotary angles.
         rope_reset: restart positions at every document (t - doc_start) instead of counting from the start of
             the sequence (S + t). Where `docs` is None the sequence is one document and both are the same.
-        backend: "chunk" or "reference", see `stateflow.recurrence`.
+        backend: "chunk" ("auto" is the same) or "reference", see `stateflow.recurrence`.
 
     State, both windows in the activation dtype: k after the rotation, and v; [num_kv_heads, head_dim].
     """

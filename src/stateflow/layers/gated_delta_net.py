@@ -3,10 +3,9 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..recurrence import gated_delta_rule, short_conv
+from ..recurrence import delta_gates, gated_delta_rule, short_conv
 from ..recurrence.numerics import at_least_float32
 from . import initialize
 from .initialize import Initializer
@@ -33,7 +32,7 @@ class ShortConv(nn.Module):
 
 
 class DecayGate(nn.Module):
-    """g = -exp(A_log) softplus(a + dt_bias), in at least float32; a module of its own for FSDP to keep so."""
+    """The parameters of g = -exp(A_log) softplus(a + dt_bias); a module of its own for FSDP to keep in float32."""
 
     def __init__(self, num_heads: int):
         super().__init__()
@@ -47,9 +46,13 @@ class DecayGate(nn.Module):
             "dt_bias": initialize.inverse_softplus_log_uniform(1e-3, 1e-1),
         }
 
-    def forward(self, a_BTH: Tensor) -> Tensor:
-        dtype = at_least_float32(a_BTH, self.A_log)
-        return -self.A_log.to(dtype).exp() * F.softplus(a_BTH.to(dtype) + self.dt_bias.to(dtype))
+    def forward(
+        self, a_BTH: Tensor, b_BTH: Tensor, allow_neg_eigval: bool, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """g and beta in at least float32, see `delta_gates`."""
+        return delta_gates(
+            a_BTH, b_BTH, self.A_log, self.dt_bias, allow_neg_eigval=allow_neg_eigval, backend=backend
+        )
 
 
 class GatedDeltaNet(Mixer):
@@ -70,7 +73,7 @@ class GatedDeltaNet(Mixer):
         allow_neg_eigval: lets beta reach 2, so that the transition may have negative eigenvalues.
         norm_eps: of the output norm.
         chunk_size: tokens that the recurrence solves at once.
-        backend: "chunk" or "reference", see `stateflow.recurrence`.
+        backend: "auto", "chunk" or "reference", see `stateflow.recurrence.backends`.
 
     State, all carried in at least float32: the last W-1 inputs of each convolution, `recurrent` [H_v, K, V].
     """
@@ -127,7 +130,7 @@ class GatedDeltaNet(Mixer):
         self.k_conv1d = ShortConv(key_dim, conv_size)
         self.v_conv1d = ShortConv(value_dim, conv_size)
         self.decay = DecayGate(num_v_heads)
-        self.o_norm = GatedRMSNorm(head_v_dim, norm_eps)
+        self.o_norm = GatedRMSNorm(head_v_dim, norm_eps, backend)
         self.o_proj = nn.Linear(value_dim, dim, bias=False)
         self.reset_parameters()
 
@@ -164,10 +167,9 @@ class GatedDeltaNet(Mixer):
         k_BTHK = k.unflatten(-1, (-1, self.head_k_dim))
         v_BTHV = v.unflatten(-1, (-1, self.head_v_dim))
         # forward, not a call: FSDP's hooks on this submodule would break the graph of a compiled block.
-        g_BTH = self.decay.forward(self.a_proj(x_BTD))
-        beta_BTH = self.b_proj(x_BTD).to(g_BTH.dtype).sigmoid()
-        if self.allow_neg_eigval:
-            beta_BTH = 2 * beta_BTH
+        g_BTH, beta_BTH = self.decay.forward(
+            self.a_proj(x_BTD), self.b_proj(x_BTD), self.allow_neg_eigval, self.backend
+        )
         gate_BTHV = self.g_proj(x_BTD).unflatten(-1, (-1, self.head_v_dim))
         return (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH), (gate_BTHV,), (conv_q, conv_k, conv_v)
 

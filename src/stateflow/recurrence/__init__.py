@@ -1,12 +1,14 @@
 """The math of the mixers: each operation in a fast form with a hand-derived backward, beside its reference.
 
-All three are `torch.library` operations with fake implementations, so that torch.compile keeps one graph and
-op-level activation checkpointing sees them.
+All are `torch.library` operations with fake implementations, so that torch.compile keeps one graph and op-level
+activation checkpointing sees them. `backends` says which forms there are and which one runs.
 """
 
 from . import gated_delta_kernels as _gated_delta_kernels  # registers its operations
 from .attention import prefix_attention
+from .delta_gates import delta_gates
 from .gated_delta import gated_delta_rule
+from .gated_rms_norm import gated_rms_norm
 from .short_conv import short_conv
 
-__all__ = ["gated_delta_rule", "prefix_attention", "short_conv"]
+__all__ = ["delta_gates", "gated_delta_rule", "gated_rms_norm", "prefix_attention", "short_conv"]

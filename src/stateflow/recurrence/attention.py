@@ -331,7 +331,7 @@ def prefix_attention(
     if scale is None:
         scale = head_dim**-0.5
     inputs = (q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV, doc_start_BT)
-    if backend == "chunk":
+    if backend in ("chunk", "auto"):
         return _prefix_attention(*inputs, float(scale))[0]
     if backend == "reference":
         return reference.prefix_attention(*inputs, scale)

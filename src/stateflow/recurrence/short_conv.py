@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .backends import choose
 from .numerics import at_least_float32
 
 
@@ -56,8 +57,17 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("stateflow::short_conv", mutates_args=())
 def _short_conv(
-    x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, tail_BWC: Tensor, doc_start_BT: Tensor | None
+    x_BTC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    tail_BWC: Tensor,
+    doc_start_BT: Tensor | None,
+    triton: bool,
 ) -> tuple[Tensor, Tensor]:
+    if triton:
+        from stateflow_kernels import short_conv as kernels
+
+        return kernels.forward(x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT)
     inputs, pre = _taps(x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT)
     # A copy: a view would keep the whole chunk's inputs alive for as long as the state lives.
     tail = inputs[:, x_BTC.shape[1] :].to(tail_BWC.dtype).clone(memory_format=torch.contiguous_format)
@@ -65,7 +75,7 @@ def _short_conv(
 
 
 @_short_conv.register_fake
-def _(x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT):
+def _(x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT, triton):
     return x_BTC.new_empty(x_BTC.shape), tail_BWC.new_empty(tail_BWC.shape)
 
 
@@ -78,8 +88,19 @@ def _short_conv_backward(
     bias_C: Tensor | None,
     tail_BWC: Tensor,
     doc_start_BT: Tensor | None,
+    triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias (computed in any case) and tail."""
+    bias_dtype = weight_CW.dtype if bias_C is None else bias_C.dtype
+    if triton:
+        from stateflow_kernels import short_conv as kernels
+
+        grad_x, grad_weight, grad_bias, grad_tail = kernels.backward(
+            grad_y_BTC, grad_tail_BWC, x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT
+        )
+        # Copies: an operation must not return two views of one tensor.
+        grad_weight = torch.empty_like(weight_CW, memory_format=torch.contiguous_format).copy_(grad_weight)
+        return grad_x, grad_weight, grad_bias.to(bias_dtype, copy=True), grad_tail
     inputs, pre = _taps(x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT)
     num_tokens, width = x_BTC.shape[1], weight_CW.shape[1]
     sigmoid = _sigmoid(pre)
@@ -96,13 +117,13 @@ def _short_conv_backward(
     return (
         grad_inputs[:, width - 1 :].to(x_BTC.dtype).clone(memory_format=torch.contiguous_format),
         grad_weight.to(weight_CW.dtype),
-        grad_pre.sum((0, 1)).to(weight_CW.dtype if bias_C is None else bias_C.dtype),
+        grad_pre.sum((0, 1)).to(bias_dtype),
         grad_inputs[:, : width - 1].to(tail_BWC.dtype).clone(memory_format=torch.contiguous_format),
     )
 
 
 @_short_conv_backward.register_fake
-def _(grad_y, grad_tail, x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT):
+def _(grad_y, grad_tail, x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT, triton):
     grad_bias = weight_CW.new_empty(weight_CW.shape[0]) if bias_C is None else bias_C.new_empty(bias_C.shape)
     others = (x.new_empty(x.shape) for x in (x_BTC, weight_CW, tail_BWC))
     grad_x, grad_weight, grad_tail = others
@@ -110,14 +131,17 @@ def _(grad_y, grad_tail, x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT):
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.triton = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, grad_y_BTC, grad_tail_BWC):
     saved = ctx.saved_tensors  # once only: activation checkpointing unpacks each tensor a single time
     has_bias = saved[2] is not None
-    grad_x, grad_weight, grad_bias, grad_tail = _short_conv_backward(grad_y_BTC, grad_tail_BWC, *saved)
-    return grad_x, grad_weight, grad_bias if has_bias else None, grad_tail, None
+    grad_x, grad_weight, grad_bias, grad_tail = _short_conv_backward(
+        grad_y_BTC, grad_tail_BWC, *saved, ctx.triton
+    )
+    return grad_x, grad_weight, grad_bias if has_bias else None, grad_tail, None, None
 
 
 _short_conv.register_autograd(_backward, setup_context=_setup_context)
@@ -141,14 +165,15 @@ def short_conv(
         tail_BWC: the W-1 inputs before the first token, at least float32; zeros at the start of a sequence.
         doc_start_BT: None, or int64: the position, relative to this call's first token, of the first token of
             each token's document. A token sees only inputs at or after it.
-        backend: "chunk", or "reference" for the definition token by token.
+        backend: see `backends`. The kernels take 2 <= W <= 8 and a float32 tail.
 
     Returns:
         y_BTC in x's dtype and the last W-1 inputs in the dtype of `tail_BWC`; of a chunk shorter than W-1 the
         oldest of them come from the incoming tail. Both are differentiable in x, weight, bias and tail.
 
     Raises:
-        ValueError: shapes that do not fit, a tail of 16 bits, an unknown backend.
+        ValueError: shapes that do not fit, a tail of 16 bits, an unknown backend, "triton" where the kernels
+            cannot run.
     """
     batch, num_tokens, num_channels = x_BTC.shape
     if num_tokens < 1:
@@ -166,8 +191,9 @@ def short_conv(
             f"the tail has {tail_BWC.dtype} but must be at least float32: keep states out of autocasts "
             "(under FSDP2: MixedPrecisionPolicy(cast_forward_inputs=False))"
         )
-    if backend == "chunk":
-        return _short_conv(x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT)
-    if backend == "reference":
+    width = weight_CW.shape[1]
+    misfit = None if 2 <= width <= 8 else f"they take filters of 2 to 8 inputs, this one has {width}"
+    form = choose("short_conv", backend, x_BTC, weight_CW, bias_C, tail_BWC, misfit=misfit)
+    if form == "reference":
         return reference.short_conv(x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT)
-    raise ValueError(f"unknown backend {backend!r}: use 'chunk' or 'reference'")
+    return _short_conv(x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT, form == "triton")

@@ -1,0 +1,119 @@
+"""Compiles kernels for GPUs that this machine need not have, and says what they take.
+
+    python -m stateflow_kernels.aot [module ...]        without TRITON_INTERPRET in the environment
+
+Compiles every case of the named modules of this package (without names: of all that have an `aot_cases`) for each of
+`TARGETS` and prints one line of JSON a case: `module`, `case`, `arch`, `triton`, `num_warps`, `num_stages`,
+`registers` of a thread, `spill_bytes` (the stack frame of a thread; nothing but spilled registers lives there),
+`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), and `failed` with the compiler's words
+instead of the last four where it does not compile. Exit status 1 if any case failed.
+"""
+
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import stateflow_kernels
+
+TARGETS = (80, 90)
+
+
+@dataclass(frozen=True)
+class AotCase:
+    """One specialisation of one kernel, as a launch would compile it.
+
+    Attributes:
+        name: unique within the module.
+        kernel: the `triton.jit` function.
+        signature: the type of every argument that is no constexpr: "*bf16", "*fp32", "*i64", "i32", "fp32".
+        constexprs: the value of every other argument; None for a pointer that is not given.
+        num_warps, num_stages: launch options.
+    """
+
+    name: str
+    kernel: object
+    signature: dict[str, str]
+    constexprs: dict[str, object]
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def compile_case(case: AotCase, arch: int):
+    """The compiled kernel. Pointers count as multiples of 16 bytes, as torch's allocations are; numbers as anything."""
+    names = case.kernel.arg_names
+    unknown = {*case.signature, *case.constexprs} ^ set(names)
+    if unknown:
+        raise ValueError(f"{case.name}: signature and constexprs must give each argument once, not {sorted(unknown)}")
+    signature = {name: case.signature.get(name, "constexpr") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(case.kernel, signature, constexprs=dict(case.constexprs), attrs=aligned)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and its bytes of stack frame and local memory."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return used["REG"], used["STACK"] + used["LOCAL"]
+
+
+def report(case: AotCase, arch: int) -> dict[str, object]:
+    """What a compiled case takes."""
+    compiled = compile_case(case, arch)
+    registers, spill_bytes = resources(compiled.asm["cubin"])
+    return {
+        "registers": registers,
+        "spill_bytes": spill_bytes,
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": "wgmma" in compiled.asm["ptx"],
+    }
+
+
+def modules(names: list[str]) -> Iterator[tuple[str, object]]:
+    for name in names or sorted(module.name for module in pkgutil.iter_modules(stateflow_kernels.__path__)):
+        module = importlib.import_module(f"stateflow_kernels.{name}")
+        if hasattr(module, "aot_cases"):
+            yield name, module
+        elif names:
+            raise ValueError(f"stateflow_kernels.{name} has no aot_cases")
+
+
+def main(names: list[str]) -> int:
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise ValueError("TRITON_INTERPRET is set: interpreted kernels cannot be compiled; unset it")
+    any_failed = False
+    for name, module in modules(names):
+        for case in module.aot_cases():
+            for arch in TARGETS:
+                line = {"module": name, "case": case.name, "arch": arch, "triton": triton.__version__}
+                line |= {"num_warps": case.num_warps, "num_stages": case.num_stages}
+                try:
+                    line |= report(case, arch)
+                except Exception as error:  # the others are still worth a line
+                    line["failed"] = f"{type(error).__name__}: {error}"
+                    any_failed = True
+                print(json.dumps(line), flush=True)
+    return int(any_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

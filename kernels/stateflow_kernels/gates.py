@@ -1,0 +1,160 @@
+"""The gates of Gated DeltaNet in one pass: g = -exp(A_log) softplus(a + dt_bias), beta = scale sigmoid(b).
+
+Backward, with z = a + dt_bias:
+
+    da = -dg exp(A_log) sigmoid(z),   dA_log = sum dg g,   ddt_bias = sum da
+    db = dbeta scale s (1 - s)   with s = sigmoid(b)
+
+A program takes BM tokens of all heads. It writes its parts of dA_log and ddt_bias; a second pass adds up.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .aot import AotCase
+
+TILE_NUMBERS = 2048
+NUM_WARPS = 4
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + e^x), right to rounding for very negative x, too."""
+    small = tl.exp(-tl.abs(x))
+    total = 1.0 + small
+    # What the rounding of `total` lost, to first order: log(total) + (small - (total - 1)) / total.
+    return tl.maximum(x, 0.0) + tl.log(total) + (small - (total - 1.0)) / total
+
+
+@triton.jit
+def _tile(num_tokens, H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr):
+    """Offset of the program's first token, offsets from there [BM, BH] and which of them exist."""
+    first = tl.program_id(0).to(tl.int64) * BM
+    row = tl.arange(0, BM)
+    head = tl.arange(0, BH)
+    mask = (first + row < num_tokens)[:, None] & (head < H)[None, :]
+    return first * H, row[:, None] * H + head[None, :], mask
+
+
+@triton.jit
+def _of_heads(values, H: tl.constexpr, BH: tl.constexpr):
+    head = tl.arange(0, BH)
+    return tl.load(values + head, mask=head < H, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale"])
+def _forward_kernel(
+    a,  # [M, H]
+    b,  # [M, H]
+    A_log,  # [H]
+    dt_bias,  # [H]
+    g,  # [M, H] float32
+    beta,  # [M, H] float32
+    num_tokens,
+    scale,
+    H: tl.constexpr,
+    BM: tl.constexpr,
+    BH: tl.constexpr,
+):
+    start, offset, mask = _tile(num_tokens, H, BM, BH)
+    z = tl.load(a + start + offset, mask=mask, other=0.0).to(tl.float32) + _of_heads(dt_bias, H, BH)
+    b_MH = tl.load(b + start + offset, mask=mask, other=0.0).to(tl.float32)
+    tl.store(g + start + offset, -tl.exp(_of_heads(A_log, H, BH)) * _softplus(z), mask=mask)
+    tl.store(beta + start + offset, scale / (1.0 + tl.exp(-b_MH)), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale"])
+def _backward_kernel(
+    grad_g,  # [M, H] float32
+    grad_beta,  # [M, H] float32
+    a,  # [M, H]
+    b,  # [M, H]
+    A_log,  # [H]
+    dt_bias,  # [H]
+    grad_a,  # [M, H]
+    grad_b,  # [M, H]
+    parts,  # [programs, 2, H] float32: of A_log, of dt_bias
+    num_tokens,
+    scale,
+    H: tl.constexpr,
+    BM: tl.constexpr,
+    BH: tl.constexpr,
+):
+    start, offset, mask = _tile(num_tokens, H, BM, BH)
+    dg = tl.load(grad_g + start + offset, mask=mask, other=0.0)
+    dbeta = tl.load(grad_beta + start + offset, mask=mask, other=0.0)
+    z = tl.load(a + start + offset, mask=mask, other=0.0).to(tl.float32) + _of_heads(dt_bias, H, BH)
+    b_MH = tl.load(b + start + offset, mask=mask, other=0.0).to(tl.float32)
+
+    sigmoid = 1.0 / (1.0 + tl.exp(-b_MH))
+    out = dbeta * scale * sigmoid * (1.0 - sigmoid)
+    tl.store(grad_b + start + offset, out.to(grad_b.dtype.element_ty), mask=mask)
+
+    grad_softplus = -dg * tl.exp(_of_heads(A_log, H, BH))
+    grad_z = grad_softplus / (1.0 + tl.exp(-z))
+    tl.store(grad_a + start + offset, grad_z.to(grad_a.dtype.element_ty), mask=mask)
+
+    head = tl.arange(0, BH)
+    parts += tl.program_id(0).to(tl.int64) * 2 * H
+    tl.store(parts + head, tl.sum(grad_softplus * _softplus(z), axis=0), mask=head < H)
+    tl.store(parts + H + head, tl.sum(grad_z, axis=0), mask=head < H)
+
+
+def _tile_shape(num_heads: int) -> tuple[int, int]:
+    heads = triton.next_power_of_2(num_heads)
+    return max(1, TILE_NUMBERS // heads), heads
+
+
+def forward(
+    a_MH: Tensor, b_MH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """g and beta, float32 [M, H]. Arguments of bfloat16, float16 or float32."""
+    a, b, A_log, dt_bias = (x.contiguous() for x in (a_MH, b_MH, A_log_H, dt_bias_H))
+    num_tokens, num_heads = a.shape
+    g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
+    tokens, heads = _tile_shape(num_heads)
+    _forward_kernel[(triton.cdiv(num_tokens, tokens),)](
+        a, b, A_log, dt_bias, g, beta, num_tokens, float(scale), H=num_heads, BM=tokens, BH=heads, num_warps=NUM_WARPS
+    )
+    return g, beta
+
+
+def backward(
+    grad_g_MH: Tensor,
+    grad_beta_MH: Tensor,
+    a_MH: Tensor,
+    b_MH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of a and b in their dtypes, of A_log and dt_bias in float32."""
+    grad_g, grad_beta = grad_g_MH.contiguous(), grad_beta_MH.contiguous()
+    a, b, A_log, dt_bias = (x.contiguous() for x in (a_MH, b_MH, A_log_H, dt_bias_H))
+    num_tokens, num_heads = a.shape
+    tokens, heads = _tile_shape(num_heads)
+    num_programs = triton.cdiv(num_tokens, tokens)
+    grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
+    parts = torch.empty(num_programs, 2, num_heads, dtype=torch.float32, device=a.device)
+    _backward_kernel[(num_programs,)](
+        grad_g, grad_beta, a, b, A_log, dt_bias, grad_a, grad_b, parts, num_tokens, float(scale),
+        H=num_heads, BM=tokens, BH=heads, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    sums = parts.sum(0)
+    return grad_a, grad_b, sums[0], sums[1]
+
+
+def aot_cases() -> Iterator[AotCase]:
+    forward = _forward_kernel, ("a", "b"), ("g", "beta")
+    backward = _backward_kernel, ("a", "b", "grad_a", "grad_b"), ("grad_g", "grad_beta", "parts")
+    for kernel, in_dtype, in_float32 in (forward, backward):
+        tokens, heads = _tile_shape(16)
+        types = {name: "*bf16" for name in in_dtype}
+        types |= {name: "*fp32" for name in (*in_float32, "A_log", "dt_bias")}
+        types |= dict(num_tokens="i32", scale="fp32")
+        name = f"{kernel.__name__.strip('_')} bf16 H=16"
+        yield AotCase(name, kernel, types, dict(H=16, BM=tokens, BH=heads), NUM_WARPS)
