@@ -73,7 +73,7 @@ class GatedDeltaNet(Mixer):
         allow_neg_eigval: lets beta reach 2, so that the transition may have negative eigenvalues.
         norm_eps: of the output norm.
         chunk_size: tokens that the recurrence solves at once.
-        backend: "auto", "chunk" or "reference", see `stateflow.recurrence.backends`.
+        backend: "auto", "triton", "chunk" or "reference", see `stateflow.recurrence.backends`.
 
     State, all carried in at least float32: the last W-1 inputs of each convolution, `recurrent` [H_v, K, V].
     """
@@ -106,7 +106,7 @@ class GatedDeltaNet(Mixer):
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
         chunk_size: int = 64,
-        backend: str = "chunk",
+        backend: str = "auto",
     ):
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads

@@ -343,7 +343,12 @@ def _kernel_misfit(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> str | No
         return f"q, k and v must have one type, not {q.dtype}, {k.dtype} and {v.dtype}: cast them to {v.dtype}"
     if chunk_size != KERNEL_CHUNK:
         return f"they solve {KERNEL_CHUNK} tokens at once, chunk_size is {chunk_size}"
-    for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
+    return kernel_size_misfit(q.shape[-1], v.shape[-1])
+
+
+def kernel_size_misfit(k_dim: int, v_dim: int) -> str | None:
+    """Why the Triton kernels cannot take heads of these sizes; None if they can."""
+    for name, size in (("K", k_dim), ("V", v_dim)):
         if size % 8 or not 16 <= size <= 256:
             nearest = min(256, max(16, -(-size // 8) * 8))
             return f"{name} must be a multiple of 8 from 16 to 256, it is {size} (the nearest is {nearest})"
