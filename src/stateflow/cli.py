@@ -1,4 +1,6 @@
-"""The command line: ``stateflow train|verify CONFIG [options] [torchtitan overrides]``; ``python -m stateflow`` too.
+"""The command line: ``stateflow train|verify CONFIG [options] [torchtitan overrides]`` and ``stateflow doctor``.
+
+``python -m stateflow`` is the same program.
 
 Anything not listed under a command is handed to torchtitan's own parser, so every key of the train.toml can be
 overridden: ``--stateflow.num-chunks 8 --parallelism.pipeline-parallel-degree 4``.
@@ -26,12 +28,15 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train linear-recurrent and hybrid language models by pipelining chunks of a sequence.",
         epilog="Further options are torchtitan overrides such as --training.steps 10 or --stateflow.num-chunks 8.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,verify}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,verify,doctor}")
 
     train = commands.add_parser("train", help="train a config through torchtitan's stock entry point, under torchrun")
     verify = commands.add_parser(
         "verify", help="compare the configured pipeline, gradient by gradient, with an unchunked reference"
     )
+    doctor = commands.add_parser("doctor", help="say what runs on this machine, and check the kernels on its GPUs")
+    for name, default in (("heads", 2), ("k-dim", 128), ("v-dim", 128)):
+        doctor.add_argument(f"--{name}", type=int, default=default, help=f"of the checks (default {default})")
     for command in (train, verify):
         command.add_argument("config", type=Path, help="a train.toml")
         command.add_argument("--nproc", type=int, help="processes on this machine; default: by the config's degrees")
@@ -46,6 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: 0 done, 1 the comparison failed or the run did, 2 a wrong call."""
     options, overrides = build_parser().parse_known_args(argv)
+    if options.command == "doctor":
+        return _doctor(options, overrides)
     if not options.config.is_file():
         print(f"stateflow: no such config: {options.config}", file=sys.stderr)
         return 2
@@ -138,9 +145,24 @@ def _train(options, config, titan_args: Sequence[str]) -> int:
     return status
 
 
+def _doctor(options, unknown: Sequence[str]) -> int:
+    from stateflow.doctor import run
+    from stateflow.recurrence.gated_delta import kernel_size_misfit
+
+    problem = f"unknown argument {unknown[0]}" if unknown else kernel_size_misfit(options.k_dim, options.v_dim)
+    if options.heads < 1:
+        problem = f"--heads {options.heads}: the least is 1"
+    if problem:
+        print(f"stateflow: {problem}", file=sys.stderr)
+        return 2
+    return run(options.heads, options.k_dim, options.v_dim)
+
+
 def _verify(options, config, titan_args: Sequence[str]) -> int:
     from stateflow.titan.verify import run
 
+    if options.dtype == "float64" and config.stateflow.kernels == "triton":
+        raise ValueError('--dtype float64 has no Triton kernels: use --dtype float32, or kernels = "auto"')
     return run(
         titan_args,
         nproc=options.nproc or world_size(config),

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .layers import Attention, Block, GatedDeltaNet, Mixer, State, StateSpec, initialize
 from .layers.attention import nearest_divisor
+from .recurrence.backends import BACKENDS
 
-BACKENDS = ("auto", "chunk", "reference")
 
 
 def _gated_delta_net(config: "ModelConfig") -> Mixer:
@@ -38,7 +38,8 @@ def _attention(config: "ModelConfig") -> Mixer:
         head_dim=config.attention_head_dim,
         rope_theta=config.rope_theta,
         rope_reset=config.rope_reset,
-        backend=config.backend,
+        # Attention has no kernels of its own to insist on.
+        backend="auto" if config.backend == "triton" else config.backend,
     )
 
 
@@ -72,8 +73,8 @@ class ModelConfig:
         num_attention_heads, num_kv_heads, attention_head_dim, rope_theta, rope_reset: of `Attention`.
         init_std: of the projections; those back into the residual stream get init_std / sqrt(2 num_layers).
         init_seed: seed of the parameters; None is torch.initial_seed() at the time of `init_weights`.
-        backend: "chunk" for PyTorch, "auto" for hand-written kernels where they can run, or "reference" for
-            token-by-token recurrences and full-mask attention, to verify.
+        backend: "auto" for hand-written kernels where they can run, "triton" to insist on them, "chunk" for
+            PyTorch, or "reference" for token-by-token recurrences and full-mask attention, to verify.
     """
 
     dim: int = 256
@@ -95,7 +96,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     init_std: float = 0.02
     init_seed: int | None = None
-    backend: str = "chunk"
+    backend: str = "auto"
 
     def validate(self) -> None:
         """Raises ValueError, naming the field, its value and the least change that works."""

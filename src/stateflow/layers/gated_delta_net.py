@@ -10,7 +10,7 @@ from ..recurrence.numerics import at_least_float32
 from . import initialize
 from .initialize import Initializer
 from .mixer import HeadGroups, Mixer, State, StateSpec
-from .norm import GatedRMSNorm, l2_normalize
+from .norm import GatedRMSNorm
 
 
 class ShortConv(nn.Module):
@@ -73,7 +73,7 @@ class GatedDeltaNet(Mixer):
         allow_neg_eigval: lets beta reach 2, so that the transition may have negative eigenvalues.
         norm_eps: of the output norm.
         chunk_size: tokens that the recurrence solves at once.
-        backend: "auto", "chunk" or "reference", see `stateflow.recurrence.backends`.
+        backend: "auto", "triton", "chunk" or "reference", see `stateflow.recurrence.backends`.
 
     State, all carried in at least float32: the last W-1 inputs of each convolution, `recurrent` [H_v, K, V].
     """
@@ -106,7 +106,7 @@ class GatedDeltaNet(Mixer):
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
         chunk_size: int = 64,
-        backend: str = "chunk",
+        backend: str = "auto",
     ):
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
@@ -167,8 +167,8 @@ class GatedDeltaNet(Mixer):
         k, conv_k = self.k_conv1d(self.k_proj(x_BTD), state[1], docs, self.backend)
         v, conv_v = self.v_conv1d(self.v_proj(x_BTD), state[2], docs, self.backend)
         # -1 for the heads: under tensor parallelism a rank has only its own.
-        q_BTHK = l2_normalize(q.unflatten(-1, (-1, self.head_k_dim)))
-        k_BTHK = l2_normalize(k.unflatten(-1, (-1, self.head_k_dim)))
+        q_BTHK = q.unflatten(-1, (-1, self.head_k_dim))
+        k_BTHK = k.unflatten(-1, (-1, self.head_k_dim))
         v_BTHV = v.unflatten(-1, (-1, self.head_v_dim))
         # forward, not a call: FSDP's hooks on this submodule would break the graph of a compiled block.
         g_BTH, beta_BTH = self.decay.forward(
@@ -181,7 +181,14 @@ class GatedDeltaNet(Mixer):
         q_BTHK, k_BTHK, *rest = operands
         q_BTHK, k_BTHK = self.groups.expand(q_BTHK), self.groups.expand(k_BTHK)
         o_BTHV, recurrent = gated_delta_rule(
-            q_BTHK, k_BTHK, *rest, state[3], docs, chunk_size=self.chunk_size, backend=self.backend
+            q_BTHK,
+            k_BTHK,
+            *rest,
+            state[3],
+            docs,
+            chunk_size=self.chunk_size,
+            backend=self.backend,
+            use_qk_l2norm_in_kernel=True,
         )
         return o_BTHV, (recurrent,)
 

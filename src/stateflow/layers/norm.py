@@ -1,16 +1,10 @@
-"""Normalisations that a plain nn.RMSNorm does not cover. All compute in at least float32."""
+"""The output norm of a recurrence, which a plain nn.RMSNorm does not cover; in at least float32."""
 
 import torch
 from torch import Tensor, nn
 
 from ..recurrence import gated_rms_norm
 from ..recurrence.numerics import at_least_float32
-
-
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(sum(x^2) + eps) over the last dimension, in x's dtype."""
-    y = x.to(at_least_float32(x))
-    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):

@@ -37,7 +37,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .numerics import at_least_float32
+from .backends import choose
+from .numerics import at_least_float32, l2_normalize
+
+
+KERNEL_CHUNK = 64
 
 
 class _Layout(NamedTuple):
@@ -333,6 +337,24 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
 
 
+def _kernel_misfit(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> str | None:
+    """Why the Triton kernels cannot take these arguments, whatever their device; None if they can."""
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v must have one type, not {q.dtype}, {k.dtype} and {v.dtype}: cast them to {v.dtype}"
+    if chunk_size != KERNEL_CHUNK:
+        return f"they solve {KERNEL_CHUNK} tokens at once, chunk_size is {chunk_size}"
+    return kernel_size_misfit(q.shape[-1], v.shape[-1])
+
+
+def kernel_size_misfit(k_dim: int, v_dim: int) -> str | None:
+    """Why the Triton kernels cannot take heads of these sizes; None if they can."""
+    for name, size in (("K", k_dim), ("V", v_dim)):
+        if size % 8 or not 16 <= size <= 256:
+            nearest = min(256, max(16, -(-size // 8) * 8))
+            return f"{name} must be a multiple of 8 from 16 to 256, it is {size} (the nearest is {nearest})"
+    return None
+
+
 def gated_delta_rule(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
@@ -343,13 +365,15 @@ def gated_delta_rule(
     doc_start_BT: Tensor | None = None,
     *,
     scale: float | None = None,
-    chunk_size: int = 64,
-    backend: str = "chunk",
+    chunk_size: int = KERNEL_CHUNK,
+    backend: str = "auto",
+    use_qk_l2norm_in_kernel: bool = False,
+    l2norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T,  o_t = scale S_t^T q_t.
 
     Args:
-        q_BTHK, k_BTHK: queries and keys, L2-normalised by the caller, of H_k heads.
+        q_BTHK, k_BTHK: queries and keys of H_k heads, L2-normalised by the caller, or here by the flag below.
         v_BTHV: values of H heads, H a multiple of H_k; value head h reads key head h // (H / H_k).
         g_BTH: log decay <= 0, at least float32. A first token of a document ignores its own.
         beta_BTH: write strength, in (0, 1), or up to 2 where negative eigenvalues are allowed.
@@ -358,21 +382,33 @@ def gated_delta_rule(
             each token's document; negative where it lies before this call. Zeroes the state where it is t.
         scale: factor of the output; None is K^-0.5.
         chunk_size: tokens that are solved at once. Cutting a sequence at multiples of it gives the same bits.
-        backend: "chunk", or "reference" for the recurrence token by token.
+        backend: see `backends`. The kernels take q, k and v of one type, chunk_size 64, and K and V that are
+            multiples of 8 from 16 to 256.
+        use_qk_l2norm_in_kernel: replace q and k by x / sqrt(sum x^2 + l2norm_eps); the kernels do so without
+            storing a copy.
 
     Returns:
         o_BTHV in v's dtype, and the state after the last token in the dtype of `state_BHKV`. Both are
         differentiable in q, k, v, g, beta and state.
 
     Raises:
-        ValueError: shapes that do not fit, a g or state of 16 bits, chunk_size < 1, an unknown backend.
+        ValueError: shapes that do not fit, a g or state of 16 bits, chunk_size < 1, an unknown backend, "triton"
+            where the kernels cannot run.
     """
     _check(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, chunk_size)
     if scale is None:
         scale = q_BTHK.shape[-1] ** -0.5
+    floating = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
+    misfit = _kernel_misfit(q_BTHK, k_BTHK, v_BTHV, chunk_size)
+    form = choose("gated_delta_rule", backend, *floating, misfit=misfit)
+    if form == "triton":
+        # The kernels return gradients of gates in float32; the cast gives them their type back.
+        inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH.float(), state_BHKV, doc_start_BT)
+        eps = float(l2norm_eps) if use_qk_l2norm_in_kernel else None
+        return torch.ops.stateflow.gated_delta_rule_triton(*inputs, float(scale), eps)[:2]
+    if use_qk_l2norm_in_kernel:
+        q_BTHK, k_BTHK = (l2_normalize(x, l2norm_eps) for x in (q_BTHK, k_BTHK))
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT)
-    if backend in ("chunk", "auto"):
+    if form == "chunk":
         return _gated_delta_rule(*inputs, float(scale), chunk_size)
-    if backend == "reference":
-        return reference.gated_delta_rule(*inputs, scale)
-    raise ValueError(f"unknown backend {backend!r}: use 'chunk' or 'reference'")
+    return reference.gated_delta_rule(*inputs, scale)

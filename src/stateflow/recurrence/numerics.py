@@ -1,4 +1,4 @@
-"""Accumulation types, and the matrix product that honours them."""
+"""Accumulation types, and what honours them: the matrix product, the L2 norm."""
 
 import torch
 from torch import Tensor
@@ -26,3 +26,9 @@ def product(left: Tensor, right: Tensor, operand_dtype: torch.dtype) -> Tensor:
         return multiply(left.to(operand_dtype), right.to(operand_dtype), out_dtype=torch.float32)
     dtype = at_least_float32(operand_dtype)
     return left.to(dtype) @ right.to(dtype)
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dimension, in x's dtype."""
+    y = x.to(at_least_float32(x))
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)

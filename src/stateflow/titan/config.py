@@ -51,6 +51,8 @@ class StateFlow:
     """Rotary positions count from the start of each document; equal but for rounding, as rotations are relative"""
     sequence_parallel_norms: bool = False
     """Under tensor parallelism each rank holds residual stream and norms of its part of a chunk's tokens only"""
+    kernels: str = "auto"
+    """"auto" uses the Triton kernels where they fit, else PyTorch; "triton" insists on them; "reference" is PyTorch"""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json or of the folder that holds one"""
     model: ModelOverrides = field(default_factory=ModelOverrides)
@@ -100,6 +102,11 @@ def _check_types(options: StateFlow) -> None:
         "[stateflow] rope_reset = true has no documents to reset at with reset_at_documents = false; set that to true, "
         "or rope_reset to false",
     )
+    from stateflow.titan.flavors import KERNEL_BACKENDS
+
+    if not isinstance(options.kernels, str) or options.kernels not in KERNEL_BACKENDS:
+        known = ", ".join(f'"{name}"' for name in KERNEL_BACKENDS)
+        raise ValueError(f"[stateflow] kernels = {options.kernels!r} is unknown; use one of {known}")
     _expect(
         isinstance(options.tokenizer, str),
         f"[stateflow] tokenizer = {options.tokenizer!r} must be \"bytes\" or a path",
@@ -264,6 +271,19 @@ def _check_data(job_config, model) -> None:
     )
 
 
+def _check_kernels(options: StateFlow, model) -> None:
+    """`kernels = "triton"` with sizes that the kernels do not take."""
+    from stateflow.recurrence.gated_delta import kernel_size_misfit
+
+    if options.kernels == "triton" and "gdn" in model.layer_kinds():
+        misfit = kernel_size_misfit(model.head_k_dim, model.head_v_dim)
+        _expect(
+            misfit is None,
+            f'[stateflow] kernels = "triton" does not fit the model, with K = head_k_dim and V = head_v_dim: {misfit}; '
+            'change it, or set kernels = "auto"',
+        )
+
+
 def validate(job_config) -> None:
     """Checks everything about a config that can be known without a process group.  Raises ValueError."""
     from stateflow.titan.flavors import resolve_model
@@ -279,6 +299,7 @@ def validate(job_config) -> None:
     _check_torchtitan(job_config)
     model = resolve_model(job_config)
     p, training, validation = job_config.parallelism, job_config.training, job_config.validation
+    _check_kernels(options, model)
     # Also with enable = false: a plan that cannot be is an error, not a surprise for later.
     plan = make_plan(job_config)
     _check_data(job_config, model)

@@ -70,6 +70,9 @@ def _flavors() -> dict[str, ModelArgs]:
 
 FLAVORS = _flavors()
 
+# [stateflow] kernels, and the backend of the model that it means.
+KERNEL_BACKENDS = {"auto": "auto", "triton": "triton", "reference": "chunk"}
+
 
 def resolve_model(job_config) -> ModelArgs:
     """The flavor of the config with its ``[stateflow.model]`` overrides, the run's seed, and validated.
@@ -87,6 +90,7 @@ def resolve_model(job_config) -> ModelArgs:
         given["init_seed"] = job_config.debug.seed
     if options.rope_reset:
         given["rope_reset"] = True
+    given["backend"] = KERNEL_BACKENDS[options.kernels]
     attn_type = "varlen" if options.reset_at_documents else "sdpa"
     args = dataclasses.replace(_pristine(name), attn_type=attn_type, **given)
     args.validate()

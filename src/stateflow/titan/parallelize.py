@@ -16,6 +16,7 @@ from stateflow.titan.tensor_parallel import apply_tp
 OPS_TO_SAVE = {
     torch.ops.aten.mm.default,
     torch.ops.stateflow.gated_delta_rule.default,
+    torch.ops.stateflow.gated_delta_rule_triton.default,
     torch.ops.stateflow.prefix_attention.default,
     # Tensor parallelism: reduce once. Gathered tokens are not kept: that would undo sequence parallelism.
     torch.ops._c10d_functional.all_reduce.default,

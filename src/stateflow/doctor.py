@@ -1,0 +1,177 @@
+"""``stateflow doctor``: what runs here, whether the kernels are right on it, and what is known to go wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stateflow.recurrence import self_check
+from stateflow.recurrence.self_check import Outcome, Problem
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Something that is known to go wrong with versions `first` <= version < `fixed` of a component."""
+
+    component: str
+    first: str
+    fixed: str
+    what: str
+    here: str
+    source: str
+
+    def applies(self, versions: dict[str, str | None]) -> bool:
+        version = versions.get(self.component)
+        return version is not None and _numbers(self.first) <= _numbers(version) < _numbers(self.fixed)
+
+
+KNOWN = (
+    Known(
+        "triton",
+        "3.4.0",
+        "3.7.1",
+        "dot(trans(accumulator), x) is miscompiled: wrong gradients of k and g in kernels that use it",
+        "StateFlow's kernels do not, and are checked on first use; do not trust other libraries' gated backward here",
+        "flash-linear-attention issue 640",
+    ),
+    Known(
+        "triton",
+        "3.6.0",
+        "3.6.1",
+        "gated delta rule kernels of another library ran 30 to 60 % slower than under 3.5.0 on an H20",
+        "only speed: compare with another Triton before trusting a measurement",
+        "triton issue 9757",
+    ),
+    Known(
+        "ptxas",
+        "12.8.93",
+        "12.8.94",
+        "wrong code was reported for gated delta rule kernels of another library",
+        "the self-check shows it for these kernels; another ptxas can be named by TRITON_PTXAS_PATH",
+        "flash-linear-attention issue 1262",
+    ),
+)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ptxas() -> str | None:
+    """The version of the assembler that Triton calls."""
+    try:
+        import triton
+
+        bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        path = os.environ.get("TRITON_PTXAS_PATH") or str(bundled)
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    except (ImportError, OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"V(\d+\.\d+\.\d+)", text)
+    return None if found is None else found[1]
+
+
+def versions() -> dict[str, str | None]:
+    """By component; None: not found."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _installed("triton"),
+        "ptxas": _ptxas(),
+        "torchtitan": _installed("torchtitan"),
+    }
+
+
+def _devices() -> list[torch.device]:
+    """Where the kernels can run: all GPUs, or the CPU where Triton interprets."""
+    if torch.cuda.is_available():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    from stateflow_kernels.primitives import INTERPRETED
+
+    return [torch.device("cpu")] if INTERPRETED else []
+
+
+def _describe_device(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu, interpreted"
+    properties = torch.cuda.get_device_properties(device)
+    size = properties.total_memory / 2**30
+    return f"{device} {properties.name}, sm_{properties.major}{properties.minor}, {size:.0f} GiB"
+
+
+def _describe_outcome(problem: Problem, outcome: Outcome) -> list[str]:
+    lines = []
+    for trial in outcome.trials:
+        misses = trial.misses(problem.bounds)
+        if misses:
+            lines.append(f"    FAILED with {trial.plan}: {', '.join(misses)}")
+        else:
+            errors = " ".join(f"{name} {error:.1e}" for name, error in trial.errors.items())
+            plan = "" if trial is outcome.trials[0] else f" with {trial.plan}"
+            lines.append(f"    ok{plan}: {errors}")
+    if outcome.plan is None:
+        lines.append("    no plan passed: the PyTorch form runs instead")
+    return lines
+
+
+def run(heads: int, k_dim: int, v_dim: int) -> int:
+    """Prints the report. Returns 0, or 1 if a self-check failed with the plan that would be used."""
+    from stateflow_kernels import plans
+
+    found = versions()
+    width = max(map(len, found))
+    for name, version in found.items():
+        print(f"{name:<{width}}  {'not found' if version is None else version}")
+
+    entries = plans.table_entries()
+    print(f"\nplans: {len(entries)} tuned" + ("" if entries else "; every shape gets the default"))
+    for entry in entries:
+        print(f"  {entry}")
+
+    print("\nself-checks of the gated delta rule, relative errors against float64:")
+    devices, failed = _devices(), False
+    if not devices:
+        print("  none: there is no CUDA device, so the kernels cannot run and PyTorch forms do")
+        print("  (TRITON_INTERPRET=1 in the environment checks them, interpreted on the CPU)")
+    for device in devices:
+        print(f"  {_describe_device(device)}")
+        for dtype in DTYPES:
+            problem = Problem(device, dtype, heads, heads, k_dim, v_dim, normalize=True, has_docs=True)
+            plan = plans.plan_for(
+                "gated_delta_rule",
+                device=device,
+                dtype=dtype,
+                batch=1,
+                num_tokens=self_check.NUM_TOKENS,
+                num_heads=heads,
+                k_dim=k_dim,
+                v_dim=v_dim,
+            )
+            print(f"   {problem}")
+            outcome = self_check.run(problem, plan)
+            print("\n".join(_describe_outcome(problem, outcome)), flush=True)
+            failed |= outcome.plan != plan
+
+    known = [entry for entry in KNOWN if entry.applies(found)]
+    print("\nknown to go wrong with these versions:" + ("" if known else " nothing"))
+    for entry in known:
+        print(f"  {entry.component} {found[entry.component]}: {entry.what} ({entry.source})")
+        print(f"    {entry.here}")
+    return int(failed)

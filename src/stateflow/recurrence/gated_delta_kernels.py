@@ -1,0 +1,195 @@
+"""The gated delta rule on the hand-written Triton kernels, as `torch.library` operations.
+
+The kernels may normalise q and k themselves, so that no normalised copy exists. Kept for the backward are the
+inputs and T, the inverse of the triangular system: C numbers a token and head.
+
+On first use for a kind of problem the kernels must agree with the chunk form (`self_check`). Where no plan does,
+the chunk form takes their place inside the operation: graphs, saved tensors and recomputation stay as they are.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from . import self_check
+from .gated_delta import _gated_delta_rule as _chunk_form
+from .gated_delta import _gated_delta_rule_backward as _chunk_form_backward
+
+CHUNK = 64
+
+
+def _on_device(x: Tensor):
+    """Triton launches on the current device, whatever the tensors' is."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _plan(q_BTHK: Tensor, v_BTHV: Tensor, doc_start_BT: Tensor | None, eps: float | None):
+    """The plan that passed the self-check, or None for the chunk form."""
+    from stateflow_kernels.plans import plan_for
+
+    batch, num_tokens, num_heads, v_dim = v_BTHV.shape
+    problem = self_check.Problem(
+        device=v_BTHV.device,
+        dtype=v_BTHV.dtype,
+        batch=batch,
+        num_heads=num_heads,
+        num_key_heads=q_BTHK.shape[2],
+        k_dim=q_BTHK.shape[3],
+        v_dim=v_dim,
+        normalize=eps is not None,
+        has_docs=doc_start_BT is not None,
+    )
+    plan = plan_for(
+        "gated_delta_rule",
+        device=v_BTHV.device,
+        dtype=v_BTHV.dtype,
+        batch=batch,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        k_dim=problem.k_dim,
+        v_dim=v_dim,
+    )
+    return self_check.checked_plan(problem, plan)
+
+
+def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if x is None else x.contiguous() for x in tensors)
+
+
+def _solve_shape(v_BTHV: Tensor) -> tuple[int, ...]:
+    batch, num_tokens, num_heads = v_BTHV.shape[:3]
+    return batch, num_heads, -(-num_tokens // CHUNK), CHUNK, CHUNK
+
+
+@torch.library.custom_op("stateflow::gated_delta_rule_triton", mutates_args=())
+def _gated_delta_rule_triton(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor,
+    state_BHKV: Tensor,
+    doc_start_BT: Tensor | None,
+    scale: float,
+    eps: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, the last state, and T [B, H, N, C, C] for the backward. eps: normalise q and k, as the kernels do."""
+    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT)
+    with _on_device(v_BTHV):
+        plan = _plan(q_BTHK, v_BTHV, doc_start_BT, eps)
+        if plan is None:
+            output, state = chunk_form(*inputs, scale, eps)
+            return output, state, q_BTHK.new_zeros(_solve_shape(v_BTHV))
+        from stateflow_kernels import gated_delta_rule as kernels
+
+        return kernels.forward(*_contiguous(*inputs), scale, eps, plan)
+
+
+@_gated_delta_rule_triton.register_fake
+def _(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT, scale, eps):
+    solve = q_BTHK.new_empty(_solve_shape(v_BTHV))
+    return v_BTHV.new_empty(v_BTHV.shape), state_BHKV.new_empty(state_BHKV.shape), solve
+
+
+@torch.library.custom_op("stateflow::gated_delta_rule_triton_backward", mutates_args=())
+def _gated_delta_rule_triton_backward(
+    grad_o_BTHV: Tensor,
+    grad_state_BHKV: Tensor,
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor,
+    state_BHKV: Tensor,
+    doc_start_BT: Tensor | None,
+    solve_BHNCC: Tensor,
+    scale: float,
+    eps: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT)
+    with _on_device(v_BTHV):
+        plan = _plan(q_BTHK, v_BTHV, doc_start_BT, eps)
+        if plan is None:
+            return chunk_form_backward(grad_o_BTHV, grad_state_BHKV, *inputs, scale, eps)
+        from stateflow_kernels import gated_delta_rule as kernels
+
+        # Contiguous, and of the types that autograd would give them: a caller may expand or cast them.
+        grads = (grad_o_BTHV.to(v_BTHV.dtype), grad_state_BHKV.to(state_BHKV.dtype))
+        grads = kernels.backward(*_contiguous(*grads, *inputs, solve_BHNCC), scale, eps, plan)
+        return tuple(grad.to(x.dtype) for grad, x in zip(grads, inputs[:6], strict=True))
+
+
+@_gated_delta_rule_triton_backward.register_fake
+def _(
+    grad_o, grad_state, q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT, solve, scale, eps
+):
+    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
+    return tuple(x.new_empty(x.shape) for x in inputs)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.eps = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(*tensors, output[2])
+
+
+def _backward(ctx, grad_o_BTHV, grad_state_BHKV, _grad_solve):
+    grads = _gated_delta_rule_triton_backward(
+        grad_o_BTHV, grad_state_BHKV, *ctx.saved_tensors, ctx.scale, ctx.eps
+    )
+    return *grads, None, None, None
+
+
+_gated_delta_rule_triton.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / sqrt(sum x^2 + eps) and the factor, in at least float32."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    inverse_norm = torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+    return x * inverse_norm, inverse_norm
+
+
+def chunk_form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    doc_start: Tensor | None,
+    scale: float,
+    eps: float | None,
+) -> tuple[Tensor, Tensor]:
+    """What the kernels compute, by the chunk form in PyTorch. No autograd."""
+    if eps is not None:
+        q, k = (_unit(x, eps)[0] for x in (q, k))
+    return _chunk_form(q, k, v, g, beta, state, doc_start, scale, CHUNK)
+
+
+def chunk_form_backward(
+    grad_o: Tensor,
+    grad_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    doc_start: Tensor | None,
+    scale: float,
+    eps: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, g, beta and state of `chunk_form`."""
+    others = (v, g, beta, state, doc_start, scale, CHUNK)
+    if eps is None:
+        return _chunk_form_backward(grad_o, grad_state, q, k, *others)
+    (q_unit, q_factor), (k_unit, k_factor) = (_unit(x, eps) for x in (q, k))
+    grad_q, grad_k, *grads = _chunk_form_backward(grad_o, grad_state, q_unit, k_unit, *others)
+
+    def through_norm(grad: Tensor, unit: Tensor, factor: Tensor) -> Tensor:
+        return factor * (grad - unit * (grad * unit).sum(-1, keepdim=True))
+
+    grad_q = through_norm(grad_q, q_unit, q_factor).to(q.dtype)
+    return grad_q, through_norm(grad_k, k_unit, k_factor).to(k.dtype), *grads

@@ -1,0 +1,218 @@
+"""The kernels prove themselves on the device that runs them, before anything is trained on them.
+
+Compilers have miscompiled such kernels without a word. So on first use for a kind of problem (device, heads, K, V,
+type, options) and a plan, forward and backward run once on a few hundred tokens of it, and every output and
+gradient is compared with the chunk form in float64 on the CPU, from the same rounded inputs. A plan that misses is
+replaced by the next safe one, at last by the chunk form in PyTorch, and the log says so once, with the errors.
+
+The check has inputs of its own and asks no other rank, so equal devices decide equally. It runs inside the
+operations, never while they are traced; a CUDA graph capture must find its result there already.
+"""
+
+import dataclasses
+import logging
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("stateflow")
+
+NUM_TOKENS = 130  # two kernel chunks and a little of a third
+MOST_HEADS = 64  # with a larger batch the check takes one sequence
+EPS = 1e-6
+NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
+# Relative L2 errors. dg and dbeta are differences of large sums.
+BOUNDS_16_BITS = dict(zip(NAMES, (5e-3, 5e-3, 8e-3, 8e-3, 8e-3, 2e-2, 2e-2, 8e-3), strict=True))
+BOUNDS_FLOAT32 = dict(zip(NAMES, (1e-5, 1e-5, 2e-5, 2e-5, 2e-5, 5e-5, 5e-5, 2e-5), strict=True))
+# What is interpreted needs no check of the compiler.
+CHECKED_DEVICES = ("cuda",)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the kernels are compiled for: sizes, type and options. Lengths do not matter to them."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_key_heads: int
+    k_dim: int
+    v_dim: int
+    normalize: bool
+    has_docs: bool
+    # Only shares out the programs: what passed for one batch size passed for all.
+    batch: int = dataclasses.field(default=1, compare=False)
+
+    def __str__(self) -> str:
+        options = [name for name, on in (("normalised", self.normalize), ("documents", self.has_docs)) if on]
+        return (
+            f"{self.num_heads} heads of {self.num_key_heads}, K = {self.k_dim}, V = {self.v_dim}, "
+            f"{', '.join([str(self.dtype).removeprefix('torch.'), *options])}"
+        )
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        return BOUNDS_FLOAT32 if self.dtype == torch.float32 else BOUNDS_16_BITS
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One plan's run: the errors, or why there are none."""
+
+    plan: object
+    errors: dict[str, float]
+    failure: str | None
+
+    def misses(self, bounds: dict[str, float]) -> list[str]:
+        if self.failure is not None:
+            return [self.failure]
+        # Not `>`: NaN must not pass.
+        return [
+            f"{name} {error:.1e} (bound {bounds[name]:.0e})"
+            for name, error in self.errors.items()
+            if not error <= bounds[name]
+        ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All trials of a problem in order; the last one passed, unless `plan` is None: then the chunk form runs."""
+
+    plan: object | None
+    trials: tuple[Trial, ...]
+
+
+_outcomes: dict[tuple[Problem, object], Outcome] = {}
+_lock = threading.Lock()
+
+
+def checked_plan(problem: Problem, plan):
+    """The first of `plan` and the safe plans that passes, or None: the chunk form must run.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured and this problem was not checked before.
+    """
+    if problem.device.type not in CHECKED_DEVICES:
+        return plan
+    key = (problem, plan)
+    outcome = _outcomes.get(key)
+    if outcome is None:
+        if problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the Triton kernels ({problem}) must run once before a CUDA graph captures them, so that their "
+                "self-check is done: run one forward and backward of these shapes first"
+            )
+        with _lock:
+            outcome = _outcomes.get(key)
+            if outcome is None:
+                outcome = _outcomes[key] = run(problem, plan)
+                _log(problem, outcome)
+    return outcome.plan
+
+
+def safe_plans(plan) -> list:
+    """`plan`, then the default one, then one of small tiles and no load pipeline."""
+    default = type(plan)()
+    values = {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
+    tiles = {
+        name: dataclasses.replace(value, block_v=min(32, value.block_v), num_stages=1)
+        for name, value in values.items()
+        if dataclasses.is_dataclass(value)
+    }
+    return list(dict.fromkeys([plan, default, dataclasses.replace(default, **tiles)]))
+
+
+def run(problem: Problem, plan) -> Outcome:
+    """Tries plans until one passes."""
+    inputs, grads = _inputs(problem)
+    expected = _expected(problem, inputs, grads)
+    trials = []
+    for candidate in safe_plans(plan):
+        trial = _try(problem, candidate, inputs, grads, expected)
+        trials.append(trial)
+        if not trial.misses(problem.bounds):
+            return Outcome(candidate, tuple(trials))
+    return Outcome(None, tuple(trials))
+
+
+def _log(problem: Problem, outcome: Outcome) -> None:
+    missed = [(trial, trial.misses(problem.bounds)) for trial in outcome.trials]
+    missed = [(trial, misses) for trial, misses in missed if misses]
+    if not missed:
+        return
+    instead = "the chunk form in PyTorch runs instead" if outcome.plan is None else f"{outcome.plan} runs instead"
+    for trial, misses in missed:
+        logger.warning(
+            "Triton kernels of the gated delta rule (%s) failed their self-check with %s: %s",
+            *(problem, trial.plan, ", ".join(misses)),
+        )
+    logger.warning("Triton kernels of the gated delta rule (%s): %s", problem, instead)
+
+
+def _inputs(problem: Problem) -> tuple[list[Tensor | None], list[Tensor]]:
+    """On the CPU, in the types that the kernels get: the seven inputs, and gradients of o and state."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator)
+
+    batch = problem.batch if problem.batch * problem.num_heads <= MOST_HEADS else 1
+    heads, k_dim, v_dim = problem.num_heads, problem.k_dim, problem.v_dim
+    q, k = (normal(batch, NUM_TOKENS, problem.num_key_heads, k_dim) for _ in range(2))
+    if not problem.normalize:
+        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    v, grad_o = (normal(batch, NUM_TOKENS, heads, v_dim).to(problem.dtype) for _ in range(2))
+    g, beta = -uniform(batch, NUM_TOKENS, heads), uniform(batch, NUM_TOKENS, heads)
+    state, grad_state = (normal(batch, heads, k_dim, v_dim) for _ in range(2))
+    doc_start = None
+    if problem.has_docs:
+        # One document from before the call, which ends inside a kernel chunk, then two more.
+        doc_start = torch.tensor([-3] * 40 + [40] * 65 + [105] * (NUM_TOKENS - 105)).expand(batch, -1).contiguous()
+    return [q.to(problem.dtype), k.to(problem.dtype), v, g, beta, state, doc_start], [grad_o, grad_state]
+
+
+def _to_float64(x: Tensor | None) -> Tensor | None:
+    return x.double() if x is not None and x.is_floating_point() else x
+
+
+def _expected(problem: Problem, inputs: list[Tensor | None], grads: list[Tensor]) -> list[Tensor]:
+    from .gated_delta_kernels import chunk_form, chunk_form_backward
+
+    inputs, grads = [_to_float64(x) for x in inputs], [_to_float64(x) for x in grads]
+    options = (problem.k_dim**-0.5, EPS if problem.normalize else None)
+    return [*chunk_form(*inputs, *options), *_in_order(chunk_form_backward(*grads, *inputs, *options))]
+
+
+def _in_order(grads) -> list[Tensor]:
+    """The gradients as `NAMES` has them."""
+    grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state = grads
+    return [grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state]
+
+
+def _try(problem: Problem, plan, inputs, grads, expected: list[Tensor]) -> Trial:
+    from stateflow_kernels import gated_delta_rule as kernels
+
+    options = (problem.k_dim**-0.5, EPS if problem.normalize else None, plan)
+    inputs = [None if x is None else x.to(problem.device) for x in inputs]
+    grads = [x.to(problem.device) for x in grads]
+    try:
+        output, state, solve = kernels.forward(*inputs, *options)
+        results = [output, state, *_in_order(kernels.backward(*grads, *inputs, solve, *options))]
+        errors = {
+            name: _relative_error(result, reference)
+            for name, result, reference in zip(NAMES, results, expected, strict=True)
+        }
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # these say nothing about the plan, and after the second nothing runs any more
+    except Exception as error:  # the compiler's errors have no common type
+        return Trial(plan, {}, f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}")
+    return Trial(plan, errors, None)
+
+
+def _relative_error(result: Tensor, reference: Tensor) -> float:
+    return ((result.cpu().double() - reference).norm() / reference.norm()).item()
