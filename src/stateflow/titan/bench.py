@@ -59,7 +59,10 @@ def make_rows(
     """The baseline and one row for each (N, alpha), for every sequence length and number of microbatches."""
     rows = []
     for seq_len, count in product(seq_lens, microbatches):
-        common = [f"--training.seq_len={seq_len}", f"--training.local_batch_size={count}"]
+        common = [
+            f"--training.seq_len={seq_len}", f"--training.local_batch_size={count}", "--validation.no-enable",
+            "--checkpoint.no-enable", "--metrics.no-enable-tensorboard",
+        ]
         rows.append(Row("1F1B", [*common, "--stateflow.no-enable"], seq_len, count))
         for n, skew in product(num_chunks, skews):
             chosen = ["--stateflow.enable", f"--stateflow.num_chunks={n}", f"--stateflow.skew={skew}"]
@@ -93,7 +96,12 @@ def run(
             with log.open("w") as stream:
                 status = run_to_its_end(command, env=env, stdout=stream, stderr=STDOUT)
             lines = results.read_text().splitlines() if results.exists() else []
-            measured = [Row(**json.loads(line)) for line in lines]
+            measured = []
+            for line in lines:
+                row = Row(**json.loads(line))
+                # Of a row that failed on several ranks the first word counts.
+                if not any(row.overrides == other.overrides for other in measured):
+                    measured.append(row)
             if not measured or (status and not measured[-1].error):
                 # The row that ended its processes without a word.
                 lost = left[len(measured)] if len(measured) < len(left) else None
@@ -165,7 +173,6 @@ def measure(row: Row, titan_args: Sequence[str], *, steps: int, warmup: int) -> 
     from torchtitan.train import Trainer
 
     config = ConfigManager().parse_args([*titan_args, *row.overrides])
-    config.checkpoint.enable = config.validation.enable = config.metrics.enable_tensorboard = False
     config.metrics.log_freq = 1
     cuda = torch.cuda.is_available()
     trainer = Trainer(config)
