@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .aot import AotCase
+from .primitives import rounded
 
 # Of a program: 32 of each tensor a thread forward, half as many backward, where three tensors are held.
 FORWARD_NUMBERS, BACKWARD_NUMBERS = 4096, 2048
@@ -48,7 +49,7 @@ def _forward_kernel(
     rstd = 1.0 / tl.sqrt(tl.sum(x_RV * x_RV, axis=1) / V + eps)
     silu = gate_RV / (1.0 + tl.exp(-gate_RV))
     out = x_RV * rstd[:, None] * _weight(weight, V, BV) * silu
-    tl.store(y + start + offset, out.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + start + offset, rounded(out, y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
@@ -78,12 +79,12 @@ def _backward_kernel(
 
     grad_gated = dy * normed
     out = grad_gated * weight_V * (sigmoid * (1.0 + gate_RV * (1.0 - sigmoid)))
-    tl.store(grad_gate + start + offset, out.to(grad_gate.dtype.element_ty), mask=mask)
+    tl.store(grad_gate + start + offset, rounded(out, grad_gate.dtype.element_ty), mask=mask)
 
     grad_normed = dy * weight_V * silu
     mean = tl.sum(grad_normed * normed, axis=1)[:, None] / V
     out = rstd * (grad_normed - normed * mean)
-    tl.store(grad_x + start + offset, out.to(grad_x.dtype.element_ty), mask=mask)
+    tl.store(grad_x + start + offset, rounded(out, grad_x.dtype.element_ty), mask=mask)
 
     column = tl.arange(0, BV)
     part = tl.sum(grad_gated * silu, axis=0)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .aot import AotCase
+from .primitives import rounded
 
 TILE_NUMBERS = 2048
 NUM_WARPS = 4
@@ -92,11 +93,11 @@ def _backward_kernel(
 
     sigmoid = 1.0 / (1.0 + tl.exp(-b_MH))
     out = dbeta * scale * sigmoid * (1.0 - sigmoid)
-    tl.store(grad_b + start + offset, out.to(grad_b.dtype.element_ty), mask=mask)
+    tl.store(grad_b + start + offset, rounded(out, grad_b.dtype.element_ty), mask=mask)
 
     grad_softplus = -dg * tl.exp(_of_heads(A_log, H, BH))
     grad_z = grad_softplus / (1.0 + tl.exp(-z))
-    tl.store(grad_a + start + offset, grad_z.to(grad_a.dtype.element_ty), mask=mask)
+    tl.store(grad_a + start + offset, rounded(grad_z, grad_a.dtype.element_ty), mask=mask)
 
     head = tl.arange(0, BH)
     parts += tl.program_id(0).to(tl.int64) * 2 * H

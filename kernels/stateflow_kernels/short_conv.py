@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .aot import AotCase
+from .primitives import rounded
 
 # Tokens whose loads are in flight together. 8 take so many registers that too few warps fit.
 UNROLL = 4
@@ -137,7 +138,7 @@ def _forward_kernel(
             window = window[1:] + (tokens[u].to(tl.float32),)
             pre = _before_silu(window, taps, bias_C, first + begin + u, doc_start, starts[u], W)
             out = pre / (1.0 + tl.exp(-pre))
-            tl.store(y + (begin + u) * C, out.to(y.dtype.element_ty), mask=masks[u])
+            tl.store(y + (begin + u) * C, rounded(out, y.dtype.element_ty), mask=masks[u])
 
     if first + num_groups * UNROLL >= num_tokens:
         for row in tl.static_range(W - 1):
@@ -273,7 +274,7 @@ def _backward_kernel(
             position = first + begin - u
             grad_pre = _before_silu_gradient(dys[u], window, taps, bias_C, position, doc_start, starts[u], W)
             grads = _add_to_inputs(grads, grad_pre, taps, position, doc_start, starts[u], W)
-            tl.store(grad_x + (begin - u) * C, grads[W - 1].to(grad_x.dtype.element_ty), mask=masks[u])
+            tl.store(grad_x + (begin - u) * C, rounded(grads[W - 1], grad_x.dtype.element_ty), mask=masks[u])
             sums = _add_to_sums(sums, grad_pre, window, position, doc_start, starts[u], W)
             sum_pre += grad_pre
             entering = _tail_gradient(grad_new_tail, position - W, num_tokens, in_channels, C, W)

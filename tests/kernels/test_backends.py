@@ -7,7 +7,9 @@ import stateflow.recurrence.backends
 from stateflow.layers import GatedDeltaNet
 from stateflow.recurrence import delta_gates, gated_rms_norm, short_conv
 from stateflow.recurrence.backends import choose
-from tests.recurrence.op_testing import assert_close, with_grads
+from tests.cases import make_model
+from tests.kernels.kernel_testing import on_devices
+from tests.recurrence.op_testing import assert_close, assert_same_bits, with_grads
 
 
 def run(name: str, backend: str, dtype: torch.dtype = torch.float32):
@@ -80,3 +82,27 @@ def test_a_layer_runs_on_the_kernels(monkeypatch):
         assert sorted(used) == ["delta_gates", "gated_rms_norm", *["short_conv"] * 3]
         used.clear()
     assert_close(*results, 1e-5)
+
+
+@on_devices
+def test_compiles_into_one_graph(device):
+    def gates_and_norm(a, b, heads, weight):
+        g, beta = delta_gates(a, b, heads, heads, backend="triton")
+        y, tail = short_conv(g, weight, None, torch.zeros_like(g[:, :2]), backend="triton")
+        return gated_rms_norm(y, beta, heads, 1e-6, backend="triton"), tail
+
+    torch.manual_seed(0)
+    shapes = (1, 5, 4), (1, 5, 4), (4,), (4, 3)
+    inputs = [torch.randn(shape).to(device).requires_grad_() for shape in shapes]
+    compiled = torch.compile(gates_and_norm, backend="aot_eager", fullgraph=True)
+    assert_same_bits(with_grads(compiled(*inputs), inputs), with_grads(gates_and_norm(*inputs), inputs))
+
+
+def test_a_whole_model_takes_auto():
+    results = []
+    for backend in ("auto", "chunk"):
+        torch.manual_seed(0)
+        model = make_model(["gdn", "attention"], torch.float32, backend)
+        hidden, weight = model(torch.arange(6)[None])
+        results.append(with_grads([hidden, weight], list(model.parameters())))
+    assert_same_bits(*results)
