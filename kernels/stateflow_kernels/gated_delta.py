@@ -66,22 +66,36 @@ def _inverse_norm(x, eps, NORMALIZE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _unit_triangular_inverse(system, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 of a strictly lower triangular A [C, C], by doubling the inverted diagonal blocks.
+def _join_blocks(system, inverse, WIDTH: tl.constexpr, row, column, PRECISION: tl.constexpr):
+    """The inverses of the diagonal blocks of 2 WIDTH from those of WIDTH.
 
     [[X, 0], [-Y A' X, Y]] inverts [[X^-1, 0], [A', Y^-1]]: substitution by blocks, so nothing cancels.
     """
+    joined = (row // (2 * WIDTH) == column // (2 * WIDTH)) & (row // WIDTH > column // WIDTH)
+    zeros = tl.zeros_like(inverse)
+    right = dot(tl.where(joined, system, 0.0), inverse, zeros, tl.float32, PRECISION)
+    return inverse - dot(inverse, right, zeros, tl.float32, PRECISION)
+
+
+@triton.jit
+def _unit_triangular_inverse(system, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 of a strictly lower triangular A [C, C]: first the diagonal blocks of 16, then by doubling."""
+    NB: tl.constexpr = C // 16
+    block = tl.arange(0, NB)
+    diagonal = block[:, None, None, None] == block[None, None, :, None]
+    small = tl.sum(tl.where(diagonal, tl.reshape(system, [NB, 16, NB, 16]), 0.0), axis=2)
+    ts = tl.arange(0, 16)
+    row = ts[None, :, None]
+    column = ts[None, None, :]
+    pair = (row // 2 == column // 2) & (row > column)
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(pair, small, 0.0)
+    inverse = _join_blocks(small, inverse, 2, row, column, PRECISION)
+    inverse = _join_blocks(small, inverse, 4, row, column, PRECISION)
+    inverse = _join_blocks(small, inverse, 8, row, column, PRECISION)
+    inverse = tl.reshape(tl.where(diagonal, inverse[:, :, None, :], 0.0), [C, C])
     ts = tl.arange(0, C)
-    row = ts[:, None]
-    column = ts[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) - tl.where((row // 2 == column // 2) & (row > column), system, 0.0)
-    for level in tl.static_range(1, 6):  # blocks of 2, 4, .. 32 are joined
-        width = 1 << level
-        joined = (row // (2 * width) == column // (2 * width)) & (row // width > column // width)
-        corner = tl.where(joined, system, 0.0)
-        right = dot(corner, inverse, tl.zeros([C, C], tl.float32), tl.float32, PRECISION)
-        inverse -= dot(inverse, right, tl.zeros([C, C], tl.float32), tl.float32, PRECISION)
-    return inverse
+    inverse = _join_blocks(system, inverse, 16, ts[:, None], ts[None, :], PRECISION)
+    return _join_blocks(system, inverse, 32, ts[:, None], ts[None, :], PRECISION)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -140,7 +154,7 @@ def pre_kernel(
     beta = tl.load(beta_ptr + gate_base + ts * H, mask=in_chunk, other=0.0).to(tl.float32)
     start = _document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
 
-    if DTYPE == tl.float32:
+    if DTYPE == tl.float32:  # noqa: SIM300
         g = g.to(tl.float64)
     else:
         g = tl.maximum(g.to(tl.float32), -100.0)
@@ -408,14 +422,13 @@ def query_backward_kernel(
     grad_pair = grad_scores * _pair_decay(gate_sum, start, C)
     scores = dot(q, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     log_pair = grad_pair * scores * (scale * q_norm)[:, None] * k_norm[None, :]
-    grad_gate = tl.sum(grad_q * q.to(tl.float32), axis=1) * (scale * from_start * q_norm)
-    grad_gate += tl.sum(log_pair, axis=1) - tl.sum(log_pair, axis=0)
-    tl.store(grad_gate_ptr + chunk * C + ts, grad_gate)
+    # <dQ_t, q_t> of the normalised query: the gradient of what decays its output.
+    grad_gate = tl.sum(grad_q * q.to(tl.float32), axis=1) * (scale * from_start * q_norm) + tl.sum(log_pair, axis=1)
+    tl.store(grad_gate_ptr + chunk * C + ts, grad_gate - tl.sum(log_pair, axis=0))
     grad_q = grad_q * (scale * from_start)[:, None]
     grad_q = dot(grad_pair * (scale * k_norm)[None, :], k, grad_q, DTYPE, PRECISION)
     if NORMALIZE:
-        along = tl.sum(grad_q * q.to(tl.float32), axis=1) * q_norm * q_norm
-        grad_q = (grad_q - q.to(tl.float32) * along[:, None]) * q_norm[:, None]
+        grad_q = (grad_q - q.to(tl.float32) * (grad_gate * q_norm)[:, None]) * q_norm[:, None]
     grad_base = (token * H + head % H) * K
     grad_offset = ts[:, None] * (H * K) + ks[None, :]
     tl.store(grad_q_ptr + grad_base + grad_offset, rounded(grad_q, grad_q_ptr.dtype.element_ty), mask=key_mask)
@@ -521,7 +534,7 @@ def solve_backward_kernel(
     grad_system = tl.where(ts[:, None] > ts[None, :], -grad_system * pair_decay, 0.0)
     tl.store(
         grad_system_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]),
-        rounded(grad_system * (beta * k_norm)[:, None] * k_norm[None, :], DTYPE),
+        rounded(grad_system * beta[:, None], DTYPE),
     )
     products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     products = products * grad_system * k_norm[:, None] * k_norm[None, :]
@@ -611,35 +624,33 @@ def key_backward_kernel(
         state = tl.load(states_ptr + state_base + state_offset, mask=state_mask, other=0.0)
         grad_decay += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), axis=1)
 
-    q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    q_norm = _inverse_norm(q, eps, NORMALIZE, C)
     seen = (ts[None, :] >= ts[:, None]) & (ts[:, None] >= start[None, :])
     log = (gate_sum[None, :] - gate_sum[:, None]).to(tl.float32)
     pair_decay = tl.exp(tl.where(seen, log, float("-inf")))
     to_end = tl.sum(tl.where(ts[None, :] == C - 1, pair_decay, 0.0), axis=1)
-    whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
-    end_dots = tl.sum(grad_k * k.to(tl.float32), axis=1) * to_end * k_norm
-    grad_end = tl.sum(end_dots, axis=0) + whole * tl.sum(grad_decay, axis=0)
-    grad_gate = tl.load(grad_gate_ptr + chunk * C + ts) - end_dots + tl.where(ts == C - 1, grad_end, 0.0)
-
-    grad_k = dot(grad_scores * pair_decay * (scale * q_norm)[None, :], q, grad_k * to_end[:, None], DTYPE, PRECISION)
-    # b M K + M^T (b K), with both norms of keys in what was handed on; that of dK's own row comes out again.
-    system_base = grad_system_ptr + chunk * (C * C)
-    key_part = tl.zeros([C, BK], tl.float32)
-    system = tl.load(system_base + (ts[:, None] * C + ts[None, :]))
-    key_part = dot(system, k, key_part, DTYPE, PRECISION)
-    key_part = dot(tl.trans(system), k, key_part, DTYPE, PRECISION)
-    grad_k += key_part / k_norm[:, None]
+    q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
+    q_norm = _inverse_norm(q, eps, NORMALIZE, C)
+    grad_k = grad_k * to_end[:, None]
+    k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
+    k = rounded(k.to(tl.float32) * k_norm[:, None], DTYPE)
+    end_dots = tl.sum(grad_k * k.to(tl.float32), axis=1)
+    grad_k = dot(grad_scores * pair_decay * (scale * q_norm)[None, :], q, grad_k, DTYPE, PRECISION)
+    # b M K + M^T (b K)
+    system = tl.load(grad_system_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]))
+    grad_k = dot(system, k, grad_k, DTYPE, PRECISION)
+    grad_k = dot(tl.trans(system), k, grad_k, DTYPE, PRECISION)
     grad_w_offset = ts[:, None] * K + ks[None, :]
     grad_k += tl.load(grad_w_ptr + chunk * (C * K) + grad_w_offset, mask=ks[None, :] < K, other=0.0).to(tl.float32)
     if NORMALIZE:
-        along = tl.sum(grad_k * k.to(tl.float32), axis=1) * k_norm * k_norm
+        along = tl.sum(grad_k * k.to(tl.float32), axis=1)
         grad_k = (grad_k - k.to(tl.float32) * along[:, None]) * k_norm[:, None]
     grad_base = (token * H + head % H) * K
     grad_offset = ts[:, None] * (H * K) + ks[None, :]
     tl.store(grad_k_ptr + grad_base + grad_offset, rounded(grad_k, grad_k_ptr.dtype.element_ty), mask=key_mask)
 
+    whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
+    grad_end = tl.sum(end_dots, axis=0) + whole * tl.sum(grad_decay, axis=0)
+    grad_gate = tl.load(grad_gate_ptr + chunk * C + ts) - end_dots + tl.where(ts == C - 1, grad_end, 0.0)
     # Each gate is in the sums of its document's later tokens.
     summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
     grad_g = tl.sum(tl.where(summed, grad_gate[:, None], 0.0), axis=0)

@@ -3,16 +3,18 @@
 Saved for the backward are the inputs and T (C numbers a token and head); U, W, Vn and the states at the chunks'
 starts are computed again there.
 
-With a split, the chunks are two segments and ST works on a side stream beside the other segment's parallel part:
+With cuts, ST works on a side stream beside another segment's parallel part; for two segments that is
 
     forward     Pre1 -> (ST1 || Pre2) -> (ST2 || Out1) -> Out2
-    backward    Pre -> (ST || OG -> STB1) -> (STB2 || PG1) -> PG2,  segment 1 the later tokens
+    backward    Pre -> (ST || OG -> STB1) -> (STB2 || PG of q, PG1) -> PG2,  segment 1 the later tokens
 
-Every kernel does the same with a segment as with the whole, so a split changes no bit.
+Every kernel does the same with a segment as with the whole, so cuts change no bit.
 """
 
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import torch
 import triton
@@ -37,18 +39,53 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """One tile for each kernel, and the share of the chunks that is segment 1 (0: no split)."""
+    """A tile for each kernel, and what runs beside what.
 
-    pre: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    transition: Tile = field(default_factory=lambda: Tile(32, 4, 2))
-    out: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    out_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    transition_backward: Tile = field(default_factory=lambda: Tile(32, 4, 2))
-    query_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    solve_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    key_backward: Tile = field(default_factory=lambda: Tile(64, 4, 1))
-    split: float = 0.0
-    backward_split: float = 0.0
+    `cuts` and `backward_cuts` are shares of the chunks at which a call is cut into segments (none: no overlap of
+    segments), `overlap_backward` puts ST and the gradients of the queries beside OG and STB.
+    """
+
+    pre: Tile = Tile(64, 4, 1)
+    replay: Tile = Tile(64, 4, 1)
+    transition: Tile = Tile(32, 4, 4)
+    out: Tile = Tile(64, 4, 1)
+    out_backward: Tile = Tile(64, 4, 1)
+    transition_backward: Tile = Tile(32, 4, 3)
+    query_backward: Tile = Tile(64, 4, 1)
+    solve_backward: Tile = Tile(64, 4, 2)
+    key_backward: Tile = Tile(64, 4, 2)
+    cuts: tuple[float, ...] = ()
+    backward_cuts: tuple[float, ...] = ()
+    overlap_backward: bool = False
+
+
+def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Plan:
+    """A plan that fits any shape, without overlap. `shared_memory`: bytes that a program may have; Hopper's here.
+
+    ST and STB get as deep a load pipeline as fits: each step waits for its loads, and nothing else hides them.
+    """
+    size = dtype.itemsize
+    block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
+    walk_v, wide_v = min(32, block_v), min(64, block_v)
+
+    def walk(tiles_k: int, tiles_v: int, most: int) -> Tile:
+        stage = CHUNK * (tiles_k * block_k + tiles_v * walk_v) * size
+        fixed = block_k * walk_v * size
+        return Tile(walk_v, 4, max([1, *(n for n in range(2, most + 1) if n * stage + fixed <= shared_memory)]))
+
+    warps = 4 if block_k * size <= 256 else 8
+    parallel, piped = Tile(wide_v, warps, 1), Tile(wide_v, warps, 2 if warps == 4 else 1)
+    return Plan(
+        pre=parallel,
+        replay=parallel,
+        transition=walk(2, 1, 4),
+        out=parallel,
+        out_backward=parallel,
+        transition_backward=walk(3, 2, 3),
+        query_backward=parallel,
+        solve_backward=piped,
+        key_backward=piped,
+    )
 
 
 class _Problem:
@@ -112,45 +149,48 @@ class _Problem:
             num_warps=tile.num_warps,
         )
 
-    def segments(self, share: float) -> list[range]:
-        """The chunks as one segment or two."""
-        cut = round(share * self.num_chunks)
-        if self.device.type != "cuda" or not 0 < cut < self.num_chunks:
-            return [range(self.num_chunks)]
-        return [range(cut), range(cut, self.num_chunks)]
+    def segments(self, cuts: tuple[float, ...]) -> list[range]:
+        """The chunks cut at these shares of their number; in one piece where there is nothing to overlap."""
+        edges = {0, self.num_chunks}
+        if self.device.type == "cuda":
+            edges |= {round(cut * self.num_chunks) for cut in cuts}
+        edges = sorted(edges)
+        return [range(*pair) for pair in zip(edges, edges[1:], strict=False)]
 
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+class _SideStreams:
+    """Streams beside the current one, for ST and STB. Not enabled, everything runs on the current stream.
 
-
-class _SideStream:
-    """A stream that forks from and joins the current one. Without a device it does nothing.
-
-    Tensors must be allocated before the fork and live until after the join: then the allocator, which knows
-    only the current stream, gives no memory away too early, and a graph capture sees one connected region.
+    They have priority: a walk is few programs that take long, and would else start only when the many short
+    programs beside it have all been handed out. Tensors must be allocated before the first `run` and live until
+    after the last `wait`: then the allocator, which knows only the current stream, gives no memory away too
+    early, and a graph capture sees one region.
     """
 
+    _streams: ClassVar[dict[tuple[torch.device, int], torch.cuda.Stream]] = {}
+
     def __init__(self, device: torch.device, enabled: bool):
-        self.enabled = enabled
-        if enabled:
-            if device not in _side_streams:
-                _side_streams[device] = torch.cuda.Stream(device)
-            self.side, self.main = _side_streams[device], torch.cuda.current_stream(device)
+        self.device = device
+        self.main = torch.cuda.current_stream(device) if enabled else None
 
-    @contextmanager
-    def fork(self):
-        """The body's launches go to the side stream, after what the current stream has so far."""
-        if not self.enabled:
-            yield
-            return
-        self.side.wait_stream(self.main)
-        with torch.cuda.stream(self.side):
-            yield
+    def run(self, lane: int, launch: Callable[[], None]) -> torch.cuda.Event | None:
+        """Launches after all that the current stream has so far, and returns the event of its end."""
+        if self.main is None:
+            launch()
+            return None
+        key = self.device, lane
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(self.device, priority=-1)
+        side = self._streams[key]
+        side.wait_stream(self.main)
+        with torch.cuda.stream(side):
+            launch()
+            return side.record_event()
 
-    def join(self) -> None:
-        """The current stream waits for the side stream."""
-        if self.enabled:
-            self.main.wait_stream(self.side)
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """The current stream goes on after the event."""
+        if event is not None:
+            self.main.wait_event(event)
 
 
 class _Prepared:
@@ -199,8 +239,8 @@ def forward(
     prepared = _Prepared(problem)
     v_new, states = problem.tiles(problem.v_dim), problem.states()
     o, state_out = torch.empty_like(v), torch.empty_like(state)
-    segments = problem.segments(plan.split)
-    side = _SideStream(problem.device, len(segments) > 1)
+    segments = problem.segments(plan.cuts)
+    side = _SideStreams(problem.device, len(segments) > 1)
 
     def pre(chunks: range) -> None:
         prepared.run(problem, plan.pre, chunks, k, v, g, beta)
@@ -223,19 +263,15 @@ def forward(
             *(q, k, doc_start, states, v_new, prepared.gate_sum, prepared.k_norm, o, problem.scale, problem.eps),
         )
 
-    pre(segments[0])
-    with side.fork():
-        walk(segments[0])
-    if len(segments) == 1:
-        out(segments[0])
-    else:
-        pre(segments[1])
-        side.join()
-        with side.fork():
-            walk(segments[1])
-        out(segments[0])
-        side.join()
-        out(segments[1])
+    walked = []
+    for i, chunks in enumerate(segments):
+        pre(chunks)
+        walked.append(side.run(0, partial(walk, chunks)))
+        if i:
+            side.wait(walked[i - 1])
+            out(segments[i - 1])
+    side.wait(walked[-1])
+    out(segments[-1])
     return o, state_out, prepared.solve
 
 
@@ -272,9 +308,8 @@ def backward(
     grad_q, grad_k = (torch.empty(*v.shape[:3], problem.k_dim, **like) for _ in range(2))
 
     whole = range(problem.num_chunks)
-    # In the order of the tokens here; STB starts with the last one.
-    segments = problem.segments(1 - plan.backward_split if plan.backward_split else 0)
-    side = _SideStream(problem.device, len(segments) > 1)
+    segments = problem.segments(plan.backward_cuts)[::-1]
+    side = _SideStreams(problem.device, plan.overlap_backward)
 
     def out_backward() -> None:
         problem.per_chunk(
@@ -322,26 +357,24 @@ def backward(
             *(grad_gate, grad_system, grad_w, grad_k, grad_g, problem.scale, problem.eps),
         )
 
-    prepared.run(problem, plan.pre, whole, k, v, g, beta)
-    with side.fork():
+    def replay() -> None:
         problem.walk(
             transition.transition_kernel,
             plan.transition,
             whole,
             *(k, prepared.k_scale, prepared.u, prepared.w, prepared.decay, state, states, v_new, unused),
         )
-        query_backward(whole)
+
+    prepared.run(problem, plan.replay, whole, k, v, g, beta)
+    replayed = side.run(0, replay)
     out_backward()
-    walk_back(segments[-1])
-    side.join()
-    if len(segments) > 1:
-        with side.fork():
-            walk_back(segments[0])
-        solve_backward(segments[1])
-        key_backward(segments[1])
-        side.join()
-    solve_backward(segments[0])
-    key_backward(segments[0])
+    walked = [side.run(1, partial(walk_back, chunks)) for chunks in segments]
+    side.wait(replayed)
+    query_backward(whole)
+    for chunks, event in zip(segments, walked, strict=True):
+        side.wait(event)
+        solve_backward(chunks)
+        key_backward(chunks)
     if shared:
         grad_q, grad_k = (x.unflatten(2, (problem.num_key_heads, -1)).sum(3).to(q.dtype) for x in (grad_q, grad_k))
     return grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state_in

@@ -80,7 +80,8 @@ def transition_kernel(
             k_ptr + (token * HK + key_head) * K + (ts[:, None] * (HK * K) + ks[None, :]), mask=seen & k_mask, other=0.0
         )
         k_scale = tl.load(k_scale_ptr + chunk * C + ts)
-        v_new = tl.load(u_ptr + chunk * (C * V) + (ts[:, None] * V + vs[None, :]), mask=v_mask, other=0.0).to(tl.float32)
+        tile_offset = ts[:, None] * V + vs[None, :]
+        v_new = tl.load(u_ptr + chunk * (C * V) + tile_offset, mask=v_mask, other=0.0).to(tl.float32)
         if VECTOR_DECAY:
             decay = tl.load(decay_ptr + chunk * K + ks, mask=ks < K, other=0.0)[:, None]
         else:
@@ -89,7 +90,7 @@ def transition_kernel(
         if HAS_W:
             w = tl.load(w_ptr + chunk * (C * K) + (ts[:, None] * K + ks[None, :]), mask=k_mask, other=0.0)
             v_new -= dot(w, state, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
-            tl.store(v_new_ptr + chunk * (C * V) + (ts[:, None] * V + vs[None, :]), rounded(v_new, DTYPE), mask=v_mask)
+            tl.store(v_new_ptr + chunk * (C * V) + tile_offset, rounded(v_new, DTYPE), mask=v_mask)
         state = dot(tl.trans(k), v_new * k_scale[:, None], state * decay, DTYPE, PRECISION)
 
     tl.store(state_out_ptr + head * K * V + state_offset, state, mask=state_mask)

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -5,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stateflow.layers import Attention, GatedDeltaNet, Mixer
+from stateflow.layers import Attention, GatedDeltaNet, HeadGroups, Mixer
 from tests.recurrence.op_testing import assert_close, assert_same_bits, documents, with_grads
 
 DIM = 10
@@ -158,9 +160,62 @@ def test_every_parameter_declares_its_sharding(kind):
     degree_divides = mixer.sharded_head_counts().values()
     assert all(count >= 1 for count in degree_divides)
     for name, how in mixer.sharding.items():
-        if how != "replicate":
+        if how == "groups":
+            assert len(parameters[name]) % len(mixer.groups.sizes) == 0
+        elif how != "replicate":
             size = parameters[name].shape[0 if how == "heads" else 1]
             assert any(size % count == 0 for count in degree_divides)
+
+
+def test_groups_of_a_rank_that_begins_or_ends_within_one():
+    whole = HeadGroups.whole(20, 5)
+    assert whole == HeadGroups(0, (4, 4, 4, 4, 4)) and whole.are_equal()
+    first, second = (whole.part(rank, 2) for rank in range(2))
+    assert (first, second) == (HeadGroups(0, (4, 4, 2)), HeadGroups(2, (2, 4, 4)))
+    assert [whole.part(rank, 4).first for rank in range(4)] == [0, 1, 2, 3]
+    assert [whole.part(rank, 4).sizes for rank in range(4)] == [(4, 1), (3, 2), (2, 3), (1, 4)]
+    assert [HeadGroups.whole(8, 2).part(rank, 4) for rank in range(4)] == [
+        HeadGroups(group, (2,)) for group in (0, 0, 1, 1)
+    ]
+    assert list(second.runs()) == [(slice(0, 2), slice(0, 1)), (slice(2, 10), slice(1, 3))]
+
+
+def parts_of(whole: Mixer, num_ranks: int):
+    """For each rank its part of the mixer, and where its heads and groups lie in the whole."""
+    share = sum(whole.groups.sizes) // num_ranks
+    for rank in range(num_ranks):
+        part = copy.copy(whole)
+        part.groups = whole.groups.part(rank, num_ranks)
+        first = part.groups.first
+        yield part, slice(rank * share, (rank + 1) * share), slice(first, first + len(part.groups.sizes))
+
+
+def whole_core(mixer: Mixer):
+    """Operands, state and mixed values of a second chunk."""
+    torch.manual_seed(0)
+    _, state = mixer(torch.randn(2, 5, DIM, dtype=torch.float64))
+    operands, _, _ = mixer.pre(torch.randn(2, 9, DIM, dtype=torch.float64), state, None)
+    return operands, state, mixer.core(operands, state, None)[0]
+
+
+def test_attention_of_heads_that_share_a_key_head_with_another_rank():
+    whole = Attention(DIM, 6, 3, head_dim=4).double()
+    (q, k, v), (k_prefix, v_prefix), mixed = whole_core(whole)
+    for part, heads, groups in parts_of(whole, 2):
+        assert not part.groups.are_equal()
+        operands = q[:, :, heads], k[:, :, groups], v[:, :, groups]
+        y, _ = part.core(operands, (k_prefix[:, :, groups], v_prefix[:, :, groups]), None)
+        assert_close([y], [mixed[:, :, heads]])
+
+
+def test_recurrence_of_heads_that_share_a_key_head_with_another_rank():
+    whole = GatedDeltaNet(DIM, 3, 6, head_k_dim=4, head_v_dim=5).double()
+    (q, k, *by_value_head), (*tails, recurrent), mixed = whole_core(whole)
+    for part, heads, groups in parts_of(whole, 2):
+        assert not part.groups.are_equal()
+        operands = q[:, :, groups], k[:, :, groups], *(x[:, :, heads] for x in by_value_head)
+        y, _ = part.core(operands, (*tails, recurrent[:, heads]), None)
+        assert_close([y], [mixed[:, :, heads]])
 
 
 def test_gated_delta_net_is_its_published_equations():

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from tests.titan import harness
@@ -32,6 +34,19 @@ class TitanPool:
 
     def close(self) -> None:
         self._pool.close()
+
+
+nightly = pytest.mark.skipif(
+    os.environ.get("HYPOTHESIS_PROFILE") != "nightly", reason="eight processes: HYPOTHESIS_PROFILE=nightly runs it"
+)
+
+
+@pytest.fixture
+def eight():
+    """Eight processes, for one layout: torch caches by mesh and would find another layout's process groups."""
+    pool = TitanPool(8, timeout=800)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

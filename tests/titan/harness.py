@@ -86,21 +86,25 @@ def train(rank: int, group, *, world_size: int, port: int, args: list[str]) -> R
 
 
 def look_inside(rank: int, group, *, world_size: int, port: int, args: list[str]) -> dict:
-    """After one step, what this rank holds: its gradients of replicated parameters, its states, its parameters."""
+    """After one step, what this rank holds: gradients of replicated parameters, states, parameters, tokens."""
     from torch.distributed.tensor import DTensor, Replicate
     from torchtitan.train import Trainer
 
     _enter(rank, world_size, port)
     try:
         trainer = Trainer(parse(args))
-        trainer.train_step(trainer.batch_generator(trainer.dataloader))
         (model,) = trainer.model_parts
+        tokens: set[int] = set()
+        for norm in (model.norm, *(norm for b in model.layers.values() for norm in (b.mixer_norm, b.ffn_norm))):
+            norm.register_forward_pre_hook(lambda _module, args: tokens.add(args[0].shape[1]))
+        trainer.train_step(trainer.batch_generator(trainer.dataloader))
         assert all(isinstance(p, DTensor) for p in model.parameters())
         named = {name: p for name, p in model.named_parameters() if p.placements == (Replicate(),)}
         assert all(p.grad.placements == p.placements for p in model.parameters())
         held = {
             "gradients": {name: p.grad.to_local().clone() for name, p in named.items()},
             "states": [tuple(s.shape for s in specs) for specs in model.state_spec(torch.float32).values()],
+            "tokens": tokens,
             "numel": sum(p.to_local().numel() for p in model.parameters()),
         }
         trainer.close()
@@ -116,17 +120,26 @@ def verify_with_fault(rank: int, group, *, fault: str, **kwargs):
     from stateflow.titan import tensor_parallel
 
     with_local_parameters = tensor_parallel._with_local_parameters
+
+    def forget(kind):
+        def make(cls, names, summed):
+            return with_local_parameters(cls, names, () if issubclass(cls, kind) else summed)
+
+        return make
+
     broken = {
         "input gradient": ("_enter_behind", lambda module, args, output: output),
-        "replicated gradient": (
-            "_with_local_parameters", lambda cls, names, summed: with_local_parameters(cls, names, ()),
-        ),
-    }  # fmt: skip
+        "replicated gradient": ("_with_local_parameters", forget(torch.nn.Module)),
+        "norm gradient": ("_with_local_parameters", forget(torch.nn.RMSNorm)),
+        "key and value gradient": ("_with_local_parameters", forget(torch.nn.Linear)),
+    }
     with mock.patch.object(tensor_parallel, *broken[fault]):
         return verify(rank, group, **kwargs)
 
 
-def verify(rank: int, group, *, world_size: int, port: int, args: list[str], dtype: str, steps: int, plant=None):
+def verify(
+    rank: int, group, *, world_size: int, port: int, args: list[str], dtype: str, steps: int, plant=None, parts=None
+):
     """The comparison of ``stateflow verify``; the largest relative difference of each step, from rank 0."""
     from stateflow.faults import FAULTS
     from stateflow.titan.verify import compare_run
@@ -134,7 +147,9 @@ def verify(rank: int, group, *, world_size: int, port: int, args: list[str], dty
     _enter(rank, world_size, port)
     try:
         with FAULTS[plant]() if plant else contextlib.nullcontext():
-            _, comparisons = compare_run(parse(args), getattr(torch, dtype), steps)
+            config = parse(args)
+            config.parallelism.module_fqns_per_model_part = parts
+            _, comparisons = compare_run(config, getattr(torch, dtype), steps)
     finally:
         _leave()
     return [(c.largest_difference, c.worst_parameter) for c in comparisons]

@@ -32,6 +32,12 @@ REFUSED = {
     "--stateflow.model.dim=0": "dim = 0",
     "--model.flavor=huge": "flavor = 'huge' is unknown; choose one of",
     "--parallelism.pipeline_parallel_degree=5": "above the model's 4 layers; use at most 4",
+    "--parallelism.tensor_parallel_degree=4": "tensor_parallel_degree = 4 does not divide the model's num_heads = 2",
+    "--parallelism.tensor_parallel_degree=2 --parallelism.enable_async_tensor_parallel": "set it to false",
+    "--parallelism.tensor_parallel_degree=2 --stateflow.sequence-parallel-norms --training.seq_len=95": "set it to 96",
+    "--parallelism.tensor_parallel_degree=2 --stateflow.sequence-parallel-norms --stateflow.num-chunks=33": (
+        "set chunk_multiple = 2"
+    ),
     "--parallelism.context_parallel_degree=2": "context_parallel_degree = 2",
     "--parallelism.expert_parallel_degree=2": "expert_parallel_degree = 2",
     "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=1": "replicate_degree = 2",
@@ -65,6 +71,7 @@ WRONG_TYPES = {
     "chunk_multiple": True,
     "reset_at_documents": "yes",
     "rope_reset": "yes",
+    "sequence_parallel_norms": "yes",
     "tokenizer": 7,
     "kernels": ["auto"],
 }

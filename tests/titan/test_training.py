@@ -6,6 +6,7 @@ import pytest
 
 from stateflow.faults import FAULTS
 from tests.titan import harness
+from tests.titan.conftest import nightly
 from tests.workers import WorkerError
 
 pytestmark = pytest.mark.processes
@@ -14,6 +15,7 @@ PP1 = "--parallelism.pipeline_parallel_degree=1"
 PP2 = "--parallelism.pipeline_parallel_degree=2"
 PP4 = "--parallelism.pipeline_parallel_degree=4"
 FSDP2 = "--parallelism.data_parallel_shard_degree=2"
+HSDP2x2 = [FSDP2, "--parallelism.data_parallel_replicate_degree=2"]
 OFF = "--stateflow.no-enable"
 ACCUMULATE = "--training.global_batch_size=4"
 
@@ -43,6 +45,7 @@ VERIFIED = {
         4, [PP2, FSDP2, "--training.global_batch_size=8", "--activation_checkpoint.mode=full"],
     ),
     "FSDP2": (2, [PP1, FSDP2]),
+    "HSDP2x2": (4, [PP1, *HSDP2x2]),
 }  # fmt: skip
 
 
@@ -51,6 +54,14 @@ def test_every_gradient_equals_the_reference(titan, case):
     world_size, args = VERIFIED[case]
     for difference, name in titan.verify(world_size, *args):
         assert difference <= 1e-10, (name, difference)
+
+
+@nightly
+@pytest.mark.timeout(900)
+def test_hybrid_sharding_beside_the_pipeline(eight):
+    for args in ([], ["--training.global_batch_size=16"]):  # and accumulated
+        for difference, name in eight.verify(8, PP2, *HSDP2x2, *args):
+            assert difference <= 1e-10, (name, difference)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

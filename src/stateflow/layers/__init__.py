@@ -4,7 +4,7 @@ from .attention import Attention
 from .block import Block
 from .feed_forward import FeedForward
 from .gated_delta_net import DecayGate, GatedDeltaNet, ShortConv
-from .mixer import Mixer, State, StateSpec
+from .mixer import HeadGroups, Mixer, State, StateSpec
 from .norm import GatedRMSNorm
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "FeedForward",
     "GatedDeltaNet",
     "GatedRMSNorm",
+    "HeadGroups",
     "Mixer",
     "ShortConv",
     "State",

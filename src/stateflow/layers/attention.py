@@ -7,7 +7,7 @@ from ..recurrence import prefix_attention
 from ..recurrence.numerics import at_least_float32
 from . import initialize
 from .initialize import Initializer
-from .mixer import Mixer, State, StateSpec
+from .mixer import HeadGroups, Mixer, State, StateSpec
 
 
 def rotate(x_BTHK: Tensor, position_BT: Tensor, theta: float) -> Tensor:
@@ -41,7 +41,7 @@ class Attention(Mixer):
     State, both windows in the activation dtype: k after the rotation, and v; [num_kv_heads, head_dim].
     """
 
-    sharding = {"wq.weight": "heads", "wk.weight": "heads", "wv.weight": "heads", "wo.weight": "heads_in"}
+    sharding = {"wq.weight": "heads", "wk.weight": "groups", "wv.weight": "groups", "wo.weight": "heads_in"}
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class Attention(Mixer):
             )
         if head_dim % 2:
             raise ValueError(f"head_dim = {head_dim} must be even for rotary positions: use {head_dim + 1}")
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.groups = HeadGroups.whole(num_heads, num_kv_heads)
         self.rope_theta, self.rope_reset, self.backend = rope_theta, rope_reset, backend
         self.wq = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
@@ -79,7 +80,11 @@ class Attention(Mixer):
         return rules | {"wo.weight": initialize.normal(out_std)}
 
     def sharded_head_counts(self) -> dict[str, int]:
-        return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        return {"num_heads": self.num_heads}
+
+    @property
+    def num_kv_heads(self) -> int:
+        return len(self.groups.sizes)
 
     def state_spec(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
         shape = (self.num_kv_heads, self.head_dim)
@@ -99,7 +104,17 @@ class Attention(Mixer):
         return (q_BTHK, k_BTGK, v_BTGK), (), (k_BTGK, v_BTGK)
 
     def core(self, operands: State, state: State, docs: Tensor | None) -> tuple[Tensor, State]:
-        return prefix_attention(*operands, *state, docs, backend=self.backend), ()
+        if self.groups.are_equal():
+            return prefix_attention(*operands, *state, docs, backend=self.backend), ()
+        # One rank's heads begin or end within a group: a call for each run of equal groups, on views, copies no K/V.
+        q_BTHK, *keys_and_values = *operands, *state
+        mixed = [
+            prefix_attention(
+                q_BTHK[:, :, heads], *(x[:, :, groups] for x in keys_and_values), docs, backend=self.backend
+            )
+            for heads, groups in self.groups.runs()
+        ]
+        return torch.cat(mixed, dim=2), ()
 
     def out(self, mixed_BTHV: Tensor, side: State) -> Tensor:
         return self.wo(mixed_BTHV.flatten(2))

@@ -9,7 +9,7 @@ from ..recurrence import delta_gates, gated_delta_rule, short_conv
 from ..recurrence.numerics import at_least_float32
 from . import initialize
 from .initialize import Initializer
-from .mixer import Mixer, State, StateSpec
+from .mixer import HeadGroups, Mixer, State, StateSpec
 from .norm import GatedRMSNorm
 
 
@@ -79,14 +79,14 @@ class GatedDeltaNet(Mixer):
     """
 
     sharding = {
-        "q_proj.weight": "heads",
-        "k_proj.weight": "heads",
+        "q_proj.weight": "groups",
+        "k_proj.weight": "groups",
         "v_proj.weight": "heads",
         "a_proj.weight": "heads",
         "b_proj.weight": "heads",
         "g_proj.weight": "heads",
-        "q_conv1d.weight": "heads",
-        "k_conv1d.weight": "heads",
+        "q_conv1d.weight": "groups",
+        "k_conv1d.weight": "groups",
         "v_conv1d.weight": "heads",
         "decay.A_log": "heads",
         "decay.dt_bias": "heads",
@@ -115,7 +115,7 @@ class GatedDeltaNet(Mixer):
                 f"num_v_heads = {num_v_heads} is no multiple of num_heads = {num_heads}: "
                 f"use {max(1, round(num_v_heads / num_heads)) * num_heads}"
             )
-        self.num_heads, self.num_v_heads = num_heads, num_v_heads
+        self.num_v_heads, self.groups = num_v_heads, HeadGroups.whole(num_v_heads, num_heads)
         self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
         self.conv_size, self.allow_neg_eigval = conv_size, allow_neg_eigval
         self.chunk_size, self.backend = chunk_size, backend
@@ -145,7 +145,11 @@ class GatedDeltaNet(Mixer):
         return rules
 
     def sharded_head_counts(self) -> dict[str, int]:
-        return {"num_heads": self.num_heads, "num_v_heads": self.num_v_heads}
+        return {"num_v_heads": self.num_v_heads}
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.groups.sizes)
 
     def state_spec(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
         carried = at_least_float32(dtype)
@@ -174,8 +178,12 @@ class GatedDeltaNet(Mixer):
         return (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH), (gate_BTHV,), (conv_q, conv_k, conv_v)
 
     def core(self, operands: State, state: State, docs: Tensor | None) -> tuple[Tensor, State]:
+        q_BTHK, k_BTHK, *rest = operands
+        q_BTHK, k_BTHK = self.groups.expand(q_BTHK), self.groups.expand(k_BTHK)
         o_BTHV, recurrent = gated_delta_rule(
-            *operands,
+            q_BTHK,
+            k_BTHK,
+            *rest,
             state[3],
             docs,
             chunk_size=self.chunk_size,

@@ -6,6 +6,8 @@ pure functions of their arguments and parameters: activation recomputation repla
 incoming state and gets the same bits.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -35,21 +37,73 @@ class StateSpec:
     kind: Literal["carry", "window"]
 
 
+@dataclass(frozen=True)
+class HeadGroups:
+    """Heads in consecutive groups, all of a layer's or one rank's part: those of a group share, say, a key head.
+
+    Attributes:
+        first: number of the first group in the whole layer.
+        sizes: how many of the heads here belong to that group, and to each following one.
+    """
+
+    first: int
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, num_heads: int, num_groups: int) -> "HeadGroups":
+        return cls(0, (num_heads // num_groups,) * num_groups)
+
+    def part(self, rank: int, num_ranks: int) -> "HeadGroups":
+        """The groups of one rank's equal share of the heads; the first and the last may go on at the neighbours."""
+        num_heads = sum(self.sizes)
+        assert num_heads % num_ranks == 0, f"{num_heads} heads on {num_ranks} ranks"
+        group_of = [g for g, size in enumerate(self.sizes) for _ in range(size)]
+        share = num_heads // num_ranks
+        mine = group_of[rank * share : (rank + 1) * share]
+        return HeadGroups(self.first + mine[0], tuple(len(list(same)) for _, same in itertools.groupby(mine)))
+
+    def are_equal(self) -> bool:
+        return len(set(self.sizes)) == 1
+
+    def runs(self) -> Iterator[tuple[slice, slice]]:
+        """(heads, groups) of each longest run of groups of one size."""
+        head = group = 0
+        for size, same in itertools.groupby(self.sizes):
+            count = len(list(same))
+            yield slice(head, head + size * count), slice(group, group + count)
+            head, group = head + size * count, group + count
+
+    def expand(self, x_BTGK: Tensor) -> Tensor:
+        """x of each head's group, [B, T, H, K]; x itself where all groups are of one size."""
+        if self.are_equal():
+            return x_BTGK
+        entries = zip(x_BTGK.split(1, dim=2), self.sizes, strict=True)
+        return torch.cat([x.expand(-1, -1, size, -1) for x, size in entries], dim=2)
+
+
 class Mixer(nn.Module):
     """Base of all mixers: a subclass gives `state_spec`, `pre`, `core`, `out`, `initializers`, `sharding`."""
 
-    sharding: ClassVar[dict[str, Literal["heads", "heads_in", "replicate"]]] = {}
+    sharding: ClassVar[dict[str, Literal["heads", "groups", "heads_in", "replicate"]]] = {}
     """For tensor parallelism, a parameter each: "heads" is cut by heads on dim 0, "heads_in" on dim 1.
 
-    "heads_in" belongs to a linear map called as a module, without a bias, whose output is the sum over heads. All
-    other parameters are "replicate": every rank uses them whole, and what flows from them to y goes through heads.
+    "groups" is cut by `groups` on dim 0. Where their number cannot be divided, each rank keeps the parameter whole and
+    sees those rows of it that belong to its own groups. "heads_in" belongs to a linear map called as a module, without
+    a bias, whose output is the sum over heads. All other parameters are "replicate": every rank uses them whole, and
+    what flows from them to y goes through heads.
+    """
+
+    groups: HeadGroups | None = None
+    """The heads by what they share, for a mixer with parameters that are declared "groups".
+
+    Under tensor parallelism it becomes this rank's part, whose sizes may differ from group to group.
     """
 
     def sharded_head_counts(self) -> dict[str, int]:
         """The head counts that the tensor parallel degree must divide, by the name of argument and attribute.
 
-        Under tensor parallelism the attributes become this rank's counts, and with them the shapes of `state_spec`;
-        `pre`, `core` and `out` take the number of heads from their tensors.
+        Under tensor parallelism the attributes become this rank's counts, and with them and with `groups` the shapes of
+        `state_spec`; `pre`, `core` and `out` take the number of heads from their tensors or from `groups`.
         """
         raise NotImplementedError
 

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: torchtitan's ConfigManager needs real types.
 import difflib
+import math
 from dataclasses import dataclass, field
 
 from stateflow.chunks import ChunkCost, ChunkPlan
@@ -48,6 +49,8 @@ class StateFlow:
     """State, convolution and attention start afresh at each document of a packed sequence, and only there"""
     rope_reset: bool = False
     """Rotary positions count from the start of each document; equal but for rounding, as rotations are relative"""
+    sequence_parallel_norms: bool = False
+    """Under tensor parallelism each rank holds residual stream and norms of its part of a chunk's tokens only"""
     kernels: str = "auto"
     """"auto" uses the Triton kernels where they fit, else PyTorch; "triton" insists on them; "reference" is PyTorch"""
     tokenizer: str = "bytes"
@@ -72,7 +75,7 @@ def _is_int(value) -> bool:
 
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
-    for name in ("enable", "reset_at_documents", "rope_reset"):
+    for name in ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms"):
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name in ("num_chunks", "chunk_multiple"):
@@ -153,6 +156,32 @@ def make_plan(job_config) -> ChunkPlan:
         raise ValueError(
             f"[stateflow] num_chunks = {num_chunks}, skew = {skew} with [training] seq_len = {seq_len}: {error}"
         ) from error
+
+
+def _check_sequence_parallel(job_config, plan: ChunkPlan) -> None:
+    """Each rank of tensor parallelism keeps equally many tokens of what the model is called with."""
+    options, degree = job_config.stateflow, job_config.parallelism.tensor_parallel_degree
+    if not options.sequence_parallel_norms:
+        return
+    asked = f"[stateflow] sequence_parallel_norms = true with tensor_parallel_degree = {degree} needs"
+    for section in ("training", "validation") if job_config.validation.enable else ("training",):
+        seq_len = getattr(job_config, section).seq_len
+        _expect(
+            seq_len % degree == 0,
+            f"{asked} a multiple of {degree} tokens in a sequence, [{section}] seq_len = {seq_len}; set it to "
+            f"{-(-seq_len // degree) * degree}, or sequence_parallel_norms = false",
+        )
+    pipelined = options.enable and job_config.parallelism.pipeline_parallel_degree > 1
+    uneven = [n for n in plan.lengths if n % degree]
+    if pipelined and uneven:
+        multiple = math.lcm(options.chunk_multiple or 1, degree)
+        change = "change chunk_lengths" if options.chunk_lengths else f"set chunk_multiple = {multiple}"
+        if plan.num_chunks * multiple > plan.seq_len and not options.chunk_lengths:
+            change += f" and num_chunks = {plan.seq_len // multiple}"
+        raise ValueError(
+            f"{asked} a multiple of {degree} tokens in every chunk, the plan has a chunk of {uneven[0]}; {change}, or "
+            "sequence_parallel_norms = false"
+        )
 
 
 def num_stages(job_config) -> int:
@@ -271,15 +300,17 @@ def validate(job_config) -> None:
     model = resolve_model(job_config)
     p, training, validation = job_config.parallelism, job_config.training, job_config.validation
     _check_kernels(options, model)
-    make_plan(job_config)  # also with enable = false: a plan that cannot be is an error, not a surprise for later
+    # Also with enable = false: a plan that cannot be is an error, not a surprise for later.
+    plan = make_plan(job_config)
     _check_data(job_config, model)
 
     check_degree(model, p.tensor_parallel_degree)
     _expect(
         not p.enable_async_tensor_parallel,
-        "[parallelism] enable_async_tensor_parallel = true needs activations cut along the sequence, which these "
-        "models do not have; set it to false",
+        "[parallelism] enable_async_tensor_parallel = true rewrites the collectives of torch's own parallel layers, "
+        "which these models do not use; set it to false",
     )
+    _check_sequence_parallel(job_config, plan)
     for name in ("context_parallel_degree", "expert_parallel_degree"):
         value = getattr(p, name)
         _expect(value == 1, f"[parallelism] {name} = {value} does not apply to these models; set it to 1")

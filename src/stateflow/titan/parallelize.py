@@ -18,7 +18,9 @@ OPS_TO_SAVE = {
     torch.ops.stateflow.gated_delta_rule.default,
     torch.ops.stateflow.gated_delta_rule_triton.default,
     torch.ops.stateflow.prefix_attention.default,
-    torch.ops._c10d_functional.all_reduce.default,  # tensor parallelism: communicate once
+    # Tensor parallelism: reduce once. Gathered tokens are not kept: that would undo sequence parallelism.
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 
 
@@ -26,8 +28,12 @@ def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     """torchtitan's ``parallelize_fn`` for a whole model or one pipeline stage's part of it (on the meta device)."""
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if parallel_dims.tp_enabled:
-        loss_parallel = not job_config.parallelism.disable_loss_parallel
-        apply_tp(model, parallel_dims.get_mesh("tp"), loss_parallel=loss_parallel)
+        apply_tp(
+            model,
+            parallel_dims.get_mesh("tp"),
+            loss_parallel=not job_config.parallelism.disable_loss_parallel,
+            sequence_parallel_norms=job_config.stateflow.sequence_parallel_norms,
+        )
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,

@@ -278,13 +278,14 @@ def _gather(mine: dict, group) -> dict:
 
 def _describe(trainer, dtype) -> str:
     config, dims = trainer.job_config, trainer.parallel_dims
-    named = (("PP", dims.pp), ("TP", dims.tp), ("FSDP", dims.dp_shard))
+    named = (("PP", dims.pp), ("TP", dims.tp), ("replicas ", dims.dp_replicate), ("FSDP", dims.dp_shard))
     degrees = [f"{name}{degree}" for name, degree in named if degree > 1] or ["1 process"]
+    tokens = ", sequence parallel norms" if dims.tp > 1 and config.stateflow.sequence_parallel_norms else ""
     schedule = getattr(trainer, "pp_schedule", None)
     how = "no pipeline" if schedule is None else type(schedule).__name__
     if hasattr(schedule, "plan"):
         how = f"{schedule.schedule.policy}, chunks {list(schedule.plan.lengths)}"
-    return f"{' x '.join(degrees)}, {how}, {config.model.flavor}, {dtype}, device {trainer.device.type}"
+    return f"{' x '.join(degrees)}{tokens}, {how}, {config.model.flavor}, {dtype}, device {trainer.device.type}"
 
 
 if __name__ == "__main__":
