@@ -1,11 +1,17 @@
-"""The gated delta rule's kernels as cases for `aot`: heads of 128 x 128 in bfloat16, ST and STB at every tile."""
+"""The gated delta rule's kernels as cases for `aot`, in bfloat16 for heads of 128 x 128.
 
+ST and STB at three tiles and the depth of the default plan, the others as the default plan has them.
+"""
+
+import dataclasses
+
+import torch
 import triton
 import triton.language as tl
 
 from . import gated_delta, transition
 from .aot import AotCase
-from .gated_delta_rule import CHUNK, Plan, Tile
+from .gated_delta_rule import CHUNK, Tile, default_plan
 
 _NUMBERS = {"scale": "fp32", "eps": "fp32"}
 # The pointers that do not have the type of q, k and v; all other names of arguments that end in _ptr do.
@@ -43,15 +49,15 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
 
 
 def aot_cases() -> list[AotCase]:
-    plan = Plan()
+    plan = default_plan(128, 128, torch.bfloat16)
+    walks = {
+        "transition": transition.transition_kernel,
+        "transition_backward": transition.transition_backward_kernel,
+    }
     cases = [
-        _case(f"{name}, BV {block_v}, {stages} stages", kernel, Tile(block_v, 4, stages), 128, 128)
-        for name, kernel in (
-            ("transition", transition.transition_kernel),
-            ("transition_backward", transition.transition_backward_kernel),
-        )
+        _case(f"{name}, BV {block_v}", kernel, dataclasses.replace(getattr(plan, name), block_v=block_v), 128, 128)
+        for name, kernel in walks.items()
         for block_v in (16, 32, 64)
-        for stages in (2,)
     ]
     parallel = {
         "pre": gated_delta.pre_kernel,

@@ -92,6 +92,10 @@ def check(inputs: list[Tensor], docs: Tensor | None, bounds: list[float] | None 
     return results
 
 
+def plan_for_heads(k_dim: int, v_dim: int, dtype: torch.dtype, device: str) -> Plan:
+    return stateflow_kernels.plans.fallback_plan(torch.device(device), dtype, k_dim, v_dim)
+
+
 def run_in_pieces(inputs: list[Tensor], docs: Tensor | None, cuts: list[int], **options) -> list[Tensor]:
     """`run` with the sequence cut and the state handed on."""
     *tokens, state = inputs
@@ -199,14 +203,15 @@ def test_cuts_anywhere_change_nothing_but_rounding(device):
 
 @on_devices
 def test_any_plan_gives_the_values_of_the_default(device, monkeypatch):
-    """A split changes no bit; other tiles change the order of sums."""
+    """Cuts change no bit; other tiles change the order of sums."""
     torch.manual_seed(0)
     inputs = make_inputs(1, 130, 1, 1, 16, 40, device=device)
     docs = documents(1, 130, rate=0.02)
     default = run(inputs, docs, backend="triton")
-    plan = Plan()
+    plan = plan_for_heads(16, 40, torch.float32, device)
+    overlap = dict(cuts=(0.4, 0.7), backward_cuts=(0.6,), overlap_backward=True)
     tiles = {f.name: Tile(16, 4, 1) for f in dataclasses.fields(plan) if isinstance(getattr(plan, f.name), Tile)}
-    for other, same_bits in ((Plan(split=0.4, backward_split=0.6), True), (Plan(**tiles, split=0.5), False)):
+    for other, same_bits in ((dataclasses.replace(plan, **overlap), True), (Plan(**tiles, **overlap), False)):
         monkeypatch.setattr(stateflow_kernels.plans, "plan_for", lambda *_, other=other, **__: other)
         results = run(inputs, docs, backend="triton")
         if same_bits:

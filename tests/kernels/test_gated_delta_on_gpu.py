@@ -3,6 +3,7 @@
 On a new machine the first run compiles for minutes.
 """
 
+import dataclasses
 import itertools
 
 import pytest
@@ -38,8 +39,18 @@ def no_fallback(monkeypatch):
     assert not replaced
 
 
-def use_plan(monkeypatch, plan: Plan) -> None:
-    monkeypatch.setattr(stateflow_kernels.plans, "plan_for", lambda *_, **__: plan)
+# Segments that overlap, in the forward and in the backward.
+OVERLAP = dict(cuts=(0.3, 0.6), backward_cuts=(0.4, 0.8), overlap_backward=True)
+
+
+def use_default_with(monkeypatch, **changes) -> None:
+    """The default plan of each call, with these fields changed."""
+
+    def plan_for(_, *, device, dtype, k_dim, v_dim, **__) -> Plan:
+        default = stateflow_kernels.plans.fallback_plan(device, dtype, k_dim, v_dim)
+        return dataclasses.replace(default, **changes)
+
+    monkeypatch.setattr(stateflow_kernels.plans, "plan_for", plan_for)
 
 
 def make(batch: int, num_tokens: int, *args, dtype=torch.bfloat16, **options):
@@ -74,10 +85,10 @@ def test_extreme_gates(dtype, max_decay, max_beta):
         assert error <= factor * bound * reference.norm() + 1e-6
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(split=0.4, backward_split=0.6)], ids=["whole", "split"])
+@pytest.mark.parametrize("changes", [{}, OVERLAP], ids=["serial", "overlap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_hundred_runs_give_the_same_bits(dtype, plan, monkeypatch):
-    use_plan(monkeypatch, plan)
+def test_a_hundred_runs_give_the_same_bits(dtype, changes, monkeypatch):
+    use_default_with(monkeypatch, **changes)
     torch.manual_seed(0)
     inputs = make(1, 1000, 4, 2, 128, 128, dtype=dtype)
     docs = documents(1, 1000, rate=0.005)
@@ -93,8 +104,8 @@ def test_cuts_and_splits_give_the_same_bits(dtype, sizes, monkeypatch):
     inputs = make(2, 1000, 2, 2, *sizes, dtype=dtype)
     docs = documents(2, 1000, rate=0.005)
     whole = run(inputs, docs, **TRITON)
-    for plan, cuts in itertools.product((Plan(), Plan(split=0.3, backward_split=0.7)), ([], [128, 192, 896])):
-        use_plan(monkeypatch, plan)
+    for changes, cuts in itertools.product(({}, OVERLAP), ([], [128, 192, 896])):
+        use_default_with(monkeypatch, **changes)
         assert_same_bits(run_in_pieces(inputs, docs, cuts, **TRITON), whole)
 
 
@@ -106,9 +117,9 @@ def test_a_batch_is_its_sequences():
         assert_same_bits(gated_delta_rule(*(x[b : b + 1] for x in inputs), **TRITON), [x[b : b + 1] for x in outputs])
 
 
-@pytest.mark.parametrize("split", [0.0, 0.5])
-def test_in_a_cuda_graph(split, monkeypatch):
-    use_plan(monkeypatch, Plan(split=split))
+@pytest.mark.parametrize("changes", [{}, OVERLAP], ids=["serial", "overlap"])
+def test_in_a_cuda_graph(changes, monkeypatch):
+    use_default_with(monkeypatch, **changes)
     torch.manual_seed(0)
     inputs = [x.detach() for x in make(1, 500, 2, 1, 128, 128)]
     expected = gated_delta_rule(*inputs, **TRITON)  # also the self-check, which cannot run in a capture

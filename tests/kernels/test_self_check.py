@@ -30,6 +30,10 @@ def problem(dtype: torch.dtype = torch.float32, **changes) -> Problem:
     return Problem(torch.device("cpu"), dtype, **fields)
 
 
+def default() -> Plan:
+    return stateflow_kernels.plans.fallback_plan(torch.device("cpu"), torch.float32, 16, 16)
+
+
 def scale_in_backward(monkeypatch, wrong_for=lambda plan: True) -> None:
     """A planted fault: the backward takes another scale than the forward."""
     backward = kernels.backward
@@ -42,7 +46,7 @@ def scale_in_backward(monkeypatch, wrong_for=lambda plan: True) -> None:
 
 
 def test_right_kernels_pass_silently_and_once(caplog, monkeypatch):
-    asked = Plan(split=0.3)
+    asked = Plan(cuts=(0.3,))
     assert checked_plan(problem(torch.bfloat16), asked) is asked
     monkeypatch.setattr(kernels, "forward", None)  # a second check would fail
     assert checked_plan(problem(torch.bfloat16, batch=2), asked) is asked
@@ -81,7 +85,7 @@ def test_the_chunk_form_within_the_operation_takes_16_bits_and_shared_heads(monk
 
 def test_a_plan_that_is_wrong_or_does_not_compile_is_replaced_by_the_next(caplog, monkeypatch):
     bad = Plan(out=Tile(128, 8, 3))
-    scale_in_backward(monkeypatch, wrong_for=lambda plan: plan == Plan())
+    scale_in_backward(monkeypatch, wrong_for=lambda plan: plan == default())
     forward = kernels.forward
 
     def limited(*args):
@@ -96,20 +100,22 @@ def test_a_plan_that_is_wrong_or_does_not_compile_is_replaced_by_the_next(caplog
     monkeypatch.setattr(kernels, "forward", lambda *args: used.append(args[-1]) or launch(*args))
     with caplog.at_level(logging.WARNING), torch.no_grad():
         gated_delta_rule(*make_inputs(1, 5, 1, 1, 16, 16), backend="triton")
-    smallest = safe_plans(bad)[2]
-    assert used == [bad, Plan(), smallest, smallest]
+    smallest = safe_plans(problem(), bad)[2]
+    assert used == [bad, default(), smallest, smallest]
     messages = [record.getMessage() for record in caplog.records]
     assert "RuntimeError" in messages[0] and "Required: 300000" in messages[0]
     assert "dstate" in messages[1] and messages[2].endswith(f"{smallest} runs instead")
 
 
 def test_safe_plans():
-    plans = safe_plans(Plan(split=0.5))
-    assert plans[:2] == [Plan(split=0.5), Plan()] and len(plans) == 3
+    asked = Plan(cuts=(0.5,))
+    plans = safe_plans(problem(), asked)
+    assert plans[:2] == [asked, default()] and len(plans) == 3
     tiles = [x for x in vars(plans[2]).values() if isinstance(x, Tile)]
     assert len(tiles) == sum(isinstance(x, Tile) for x in vars(Plan()).values())
     assert all(tile.num_stages == 1 and tile.block_v <= 32 for tile in tiles)
-    assert safe_plans(Plan()) == [Plan(), plans[2]] and safe_plans(plans[2])[0] == plans[2]
+    assert safe_plans(problem(), default()) == plans[1:]
+    assert safe_plans(problem(), plans[2]) == [plans[2], default()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
