@@ -15,7 +15,6 @@ from .layers.attention import nearest_divisor
 from .recurrence.backends import BACKENDS
 
 
-
 def _gated_delta_net(config: "ModelConfig") -> Mixer:
     return GatedDeltaNet(
         config.dim,

@@ -58,6 +58,8 @@ REFUSED = {
     "--checkpoint.enable --job.dump_folder=no/such --checkpoint.initial_load_path=no/such/step-1": "no folder",
     "--stateflow.tokenizer=no/such/tokenizer.json": "no/such/tokenizer.json",
     "--training.dataset=no/such/folder": "no/such/folder",
+    "--stateflow.kernels=cuda": """kernels = 'cuda' is unknown; use one of "auto", "triton", "reference\"""",
+    "--stateflow.kernels=triton": "head_v_dim: K must be a multiple of 8 from 16 to 256, it is 8 (the nearest is 16)",
 }  # fmt: skip
 
 WRONG_TYPES = {
@@ -71,6 +73,7 @@ WRONG_TYPES = {
     "rope_reset": "yes",
     "sequence_parallel_norms": "yes",
     "tokenizer": 7,
+    "kernels": ["auto"],
 }
 
 

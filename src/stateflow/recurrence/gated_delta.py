@@ -40,7 +40,6 @@ from . import reference
 from .backends import choose
 from .numerics import at_least_float32, l2_normalize
 
-
 KERNEL_CHUNK = 64
 
 
