@@ -31,10 +31,12 @@ OPS_TO_SAVE = {
 def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     """torchtitan's ``parallelize_fn`` for a whole model or one pipeline stage's part of it (on the meta device)."""
     compiled = job_config.compile.enable and "model" in job_config.compile.components
+    alone = None if parallel_dims.fsdp_enabled or not mixed_precision_alone(job_config) else _meshes_of_one(parallel_dims.tp)
     if parallel_dims.tp_enabled:
         apply_tp(
             model,
-            parallel_dims.get_mesh("tp"),
+            # FSDP2 and tensor parallelism of one parameter need meshes of one root.
+            parallel_dims.get_mesh("tp") if alone is None else alone["tp"],
             loss_parallel=not job_config.parallelism.disable_loss_parallel,
             sequence_parallel_norms=job_config.stateflow.sequence_parallel_norms,
         )
@@ -51,8 +53,8 @@ def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     if parallel_dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
         apply_fsdp(model, parallel_dims.get_mesh(names), parallel_dims.pp_enabled, job_config)
-    elif mixed_precision_alone(job_config):
-        apply_fsdp(model, _mesh_of_one(), parallel_dims.pp_enabled, job_config)
+    elif alone is not None:
+        apply_fsdp(model, alone["alone"], parallel_dims.pp_enabled, job_config)
     elif parallel_dims.dp_replicate_enabled:
         raise ValueError(
             f"data_parallel_replicate_degree = {parallel_dims.dp_replicate} without sharding is not supported; "
@@ -61,11 +63,14 @@ def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     return model
 
 
-def _mesh_of_one() -> DeviceMesh:
-    """A mesh that holds this rank only. (torchtitan's own meshes of size one have no working collectives.)"""
+def _meshes_of_one(tp_degree: int) -> DeviceMesh:
+    """"alone": a mesh that holds this rank only; "tp": its tensor-parallel group.
+
+    (torchtitan's own meshes of size one have no working collectives.)
+    """
     device = torch.accelerator.current_accelerator()
-    shape = (dist.get_world_size(), 1)
-    return init_device_mesh("cpu" if device is None else device.type, shape, mesh_dim_names=("all", "alone"))["alone"]
+    shape = (dist.get_world_size() // tp_degree, 1, tp_degree)
+    return init_device_mesh("cpu" if device is None else device.type, shape, mesh_dim_names=("rest", "alone", "tp"))
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, pipelined: bool, job_config) -> None:
