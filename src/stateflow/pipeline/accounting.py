@@ -159,13 +159,14 @@ def held_bytes(
     """
     num_stages = 1 + max(action.stage for row in lowered for action in row)
     footprints = [footprint] * num_stages if isinstance(footprint, StageFootprint) else list(footprint)
+    lengths = plan.lengths
     held = []
     for row in lowered:
         replay, amounts = _Replay(plan, footprints), []
         for action in row:
             during = replay.run(action)
             if action.is_compute:
-                during += footprints[action.stage].while_running(action.kind, plan.lengths[action.chunk])
+                during += footprints[action.stage].while_running(action.kind, lengths[action.chunk])
             amounts.append((during, replay.held()))
         held.append(amounts)
     return held
@@ -220,7 +221,8 @@ class _Replay:
 
     def held(self) -> int:
         """Bytes of all things now."""
-        return sum(self.now[name] for name in ("saved", "buffer_bytes", "boundary", "window_total"))
+        now = self.now
+        return now["saved"] + now["buffer_bytes"] + now["boundary"] + now["window_total"]
 
     def run(self, action: Action) -> int:
         """Replays one action; returns the bytes held while it runs, without its working memory."""
