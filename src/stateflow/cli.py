@@ -1,5 +1,7 @@
 """The command line: ``stateflow train|verify CONFIG [options] [torchtitan overrides]`` and ``stateflow doctor``.
 
+Planning (``plan``, ``simulate``, ``draw``, ``sweep``) is in ``stateflow.commands``, one file a command.
+
 ``python -m stateflow`` is the same program.
 
 Anything not listed under a command is handed to torchtitan's own parser, so every key of the train.toml can be
@@ -16,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from stateflow import commands as more_commands
 from stateflow.faults import FAULTS
 from stateflow.launch import run_to_its_end
 
@@ -28,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train linear-recurrent and hybrid language models by pipelining chunks of a sequence.",
         epilog="Further options are torchtitan overrides such as --training.steps 10 or --stateflow.num-chunks 8.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,verify,doctor}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a config through torchtitan's stock entry point, under torchrun")
     verify = commands.add_parser(
@@ -45,12 +48,15 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--tolerance", type=float, help="largest relative difference; default 1e-10 or 2e-5 by dtype")
     verify.add_argument("--plant", choices=sorted(FAULTS), metavar="FAULT", help=f"plant one of: {', '.join(FAULTS)}")
     verify.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    more_commands.register(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: 0 done, 1 the comparison failed or the run did, 2 a wrong call."""
     options, overrides = build_parser().parse_known_args(argv)
+    if hasattr(options, "run"):
+        return more_commands.run(options, overrides)
     if options.command == "doctor":
         return _doctor(options, overrides)
     if not options.config.is_file():
