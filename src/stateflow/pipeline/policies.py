@@ -30,7 +30,7 @@ def v_placement(num_ranks: int, num_stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a policy is asked for: P ranks, S stages, M microbatches, N chunks; ``weight_lag`` is None for the default."""
+    """What a policy is asked for: P ranks, S stages, M microbatches, N chunks; without ``weight_lag`` its default."""
 
     num_ranks: int
     num_stages: int
@@ -203,9 +203,9 @@ def interleaved(sizes: Sizes) -> Schedule:
 
     A group is as many whole sequences as give at least P units, so that its first unit is back from the last rank
     when its last one has left the first: G = N * ceil(P / N); with N = 1 these are Megatron's P microbatches. Rank r
-    warms up with (V - 1) * G + N - 1 + (P - 1 - r) units and holds at most one more, each 1/V of a rank's layers. (Megatron
-    warms up with 2 * (P - 1 - r), which takes as long and holds more, in order to hide its messages.) With V = 1 this
-    is 1F1B.
+    warms up with (V - 1) * G + N - 1 + (P - 1 - r) units and holds at most one more, each 1/V of a rank's layers.
+    (Megatron warms up with 2 * (P - 1 - r), which takes as long and holds more, in order to hide its messages.) With
+    V = 1 this is 1F1B.
     """
     rows = tuple(tuple(_interleaved_row(sizes, rank, Kind.B)) for rank in range(sizes.num_ranks))
     return sizes.schedule("interleaved", loop_placement(sizes.num_ranks, sizes.num_stages), rows)
