@@ -103,6 +103,10 @@ class Schedule:
         """The stages of a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.stage_to_rank) if owner == rank)
 
+    def split_stages(self) -> tuple[int, ...]:
+        """The stages that run I and W for at least one unit."""
+        return tuple(sorted({action.stage for row in self.table for action in row if action.kind is Kind.I}))
+
     def to_text(self) -> str:
         """The schedule as text: a header with the sizes, then one line a rank."""
         header = [
