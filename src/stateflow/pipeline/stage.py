@@ -118,6 +118,7 @@ class ChunkStage:
         self._initial: dict[int, TensorDict] = {}
         self._deferred: DeferredWeights | None = None
         self._weight_work: dict[tuple[int, int], list[WeightWork]] = {}  # unit between I and W -> what W computes
+        self._weight_bytes_per_token = 0  # of a microbatch; known after the first I
 
     @property
     def splits_backward(self) -> bool:
@@ -257,6 +258,7 @@ class ChunkStage:
             got = [None] * len(leaves) if unit.root is None else engine(unit.root, leaves, last_backward)
         if input_only:
             self._weight_work[microbatch, chunk] = work
+            self._weight_bytes_per_token = held_bytes(work) // self.plan.lengths[chunk]
         by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, got, strict=True)}
         incoming = [by_leaf.get(id(t)) for t in unit.carries]
         if chunk > 0:
@@ -300,7 +302,10 @@ class ChunkStage:
 
     # ------------------------------------------------------------------- house-keeping
     def footprint(self, batch_size: int, hidden_size: int) -> StageFootprint:
-        """Bytes of this stage for one microbatch of ``batch_size`` sequences, for ``accounting.predict``."""
+        """Bytes of this stage for one microbatch of ``batch_size`` sequences, for ``accounting.predict``.
+
+        What a unit keeps from I to W is what the last I left, so 0 before the first.
+        """
         specs = [spec for specs in self.spec.specs.values() for spec in specs]
 
         def size(kind: str, at_least: torch.dtype | None = None) -> int:
@@ -316,6 +321,7 @@ class ChunkStage:
             carry_bytes=size("carry"),
             window_bytes_per_token=size("window"),
             window_grad_bytes_per_token=size("window", torch.float32),
+            weight_bytes_per_token=self._weight_bytes_per_token,
         )
 
     def reset(self) -> None:
