@@ -53,6 +53,10 @@ class StateFlow:
     """Under tensor parallelism each rank holds residual stream and norms of its part of a chunk's tokens only"""
     kernels: str = "auto"
     """"auto" uses the Triton kernels where they fit, else PyTorch; "triton" insists on them; "reference" is PyTorch"""
+    trace: bool = False
+    """Record when each action of the steps trace_steps begins and ends, in dump_folder/trace; see `stateflow draw`"""
+    trace_steps: list[int] = field(default_factory=lambda: [3, 5])
+    """First and last pipeline step to trace, counted from 1"""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json or of the folder that holds one"""
     model: ModelOverrides = field(default_factory=ModelOverrides)
@@ -75,7 +79,7 @@ def _is_int(value) -> bool:
 
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
-    for name in ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms"):
+    for name in ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms", "trace"):
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name in ("num_chunks", "chunk_multiple"):
@@ -91,6 +95,11 @@ def _check_types(options: StateFlow) -> None:
     _expect(
         isinstance(lengths, list) and all(_is_int(n) for n in lengths),
         f"[stateflow] chunk_lengths = {lengths!r} must be a list of whole numbers, e.g. [768, 512, 512, 256]",
+    )
+    steps = options.trace_steps
+    _expect(
+        isinstance(steps, list) and len(steps) == 2 and all(map(_is_int, steps)) and 1 <= steps[0] <= steps[1],
+        f"[stateflow] trace_steps = {steps!r} must be the first and the last step, counted from 1, e.g. [3, 5]",
     )
     _expect(isinstance(options.policy, str), f"[stateflow] policy = {options.policy!r} must be a string, e.g. \"1f1b\"")
     if options.policy not in POLICIES:
@@ -299,6 +308,10 @@ def validate(job_config) -> None:
     _check_torchtitan(job_config)
     model = resolve_model(job_config)
     p, training, validation = job_config.parallelism, job_config.training, job_config.validation
+    _expect(
+        not options.trace or options.trace_steps[1] <= training.steps,
+        f"[stateflow] trace_steps = {options.trace_steps} is beyond [training] steps = {training.steps}; trace earlier",
+    )
     _check_kernels(options, model)
     # Also with enable = false: a plan that cannot be is an error, not a surprise for later.
     plan = make_plan(job_config)
