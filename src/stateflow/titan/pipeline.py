@@ -20,6 +20,7 @@ from stateflow.documents import COLUMNS
 from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
 from stateflow.pipeline.trace import ActionTrace
 from stateflow.titan.config import make_plan, num_stages
+from stateflow.titan.config import policy as policy_of
 from stateflow.titan.data import TokenCounter, valid_tokens
 
 
@@ -184,7 +185,7 @@ def pipeline(model: nn.Module, parallel_dims, job_config, device, model_args, pa
     schedule = TitanSchedule(
         stages,
         training.local_batch_size // p.pipeline_parallel_microbatch_size,
-        policy=job_config.stateflow.policy,
+        policy=policy_of(job_config),
         loss_fn=loss_fn,
         global_mean=global_mean,
         trace_folder=trace_folder(job_config, mesh),
