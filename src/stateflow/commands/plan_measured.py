@@ -196,33 +196,41 @@ def verify(options, scenario: Scenario, overrides, fitting, whole, budget) -> di
 
 def measured_step(options, scenario: Scenario, overrides, candidate, nproc: int) -> tuple[float | None, str]:
     """The median step time of a short training run of a candidate, or None and the last line of its log."""
-    from stateflow.launch import run_to_its_end
-    from stateflow.pipeline.trace import read_trace
-
     job = scenario.job
     with tempfile.TemporaryDirectory() as folder:
         arguments = [
             *titan_arguments(options.config, overrides, options.ranks),
-            "--stateflow.enable", "--stateflow.trace", "--stateflow.trace-steps", *map(str, TRACED),
             "--stateflow.plan", "None", "--stateflow.num-chunks", "None", "--stateflow.skew", "None",
             f"--stateflow.policy={candidate.policy}", "--stateflow.chunk-lengths", *map(str, candidate.plan.lengths),
-            f"--training.steps={TRACED[1]}",
             f"--training.local_batch_size={job.num_microbatches * job.microbatch_size}",
-            f"--activation_checkpoint.mode={candidate.recompute}", "--validation.no-enable", "--checkpoint.no-enable",
-            "--metrics.no-enable_tensorboard", f"--job.dump_folder={folder}",
+            f"--activation_checkpoint.mode={candidate.recompute}",
         ]  # fmt: skip
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
-            "-m", "torchtitan.train", *arguments,
-        ]  # fmt: skip
-        log = Path(folder) / "log"
-        env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
-        with log.open("w") as stream:
-            status = run_to_its_end(command, env=env, stdout=stream, stderr=STDOUT)
-        if status:
-            errors = [line for line in log.read_text().splitlines() if "Error" in line]
-            return None, (errors or [f"status {status}"])[-1].strip()[:200]
-        return read_trace(Path(folder) / "trace").median_step().step_time, ""
+        trace, trouble = train_for_a_trace(arguments, nproc, Path(folder))
+    return (None, trouble) if trace is None else (trace.median_step().step_time, "")
+
+
+def train_for_a_trace(arguments: Sequence[str], nproc: int, folder: Path):
+    """Trains a few steps in ``folder`` under torchrun: (the trace, "") or (None, the error that ended it)."""
+    from stateflow.launch import run_to_its_end
+    from stateflow.pipeline.trace import read_trace
+
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
+        "-m", "torchtitan.train", *arguments,
+        "--stateflow.enable", "--stateflow.trace", "--stateflow.trace-steps", *map(str, TRACED),
+        f"--training.steps={TRACED[1]}", "--validation.no-enable", "--checkpoint.no-enable",
+        "--metrics.no-enable_tensorboard", f"--job.dump_folder={folder}",
+    ]  # fmt: skip
+    log = folder / "log"
+    env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+    with log.open("w") as stream:
+        status = run_to_its_end(command, env=env, stdout=stream, stderr=STDOUT)
+    if status == 0:
+        return read_trace(folder / "trace"), ""
+    errors = [line for line in log.read_text().splitlines() if "Error" in line]
+    # torchrun's own complaint that a process has failed says nothing.
+    errors = [line for line in errors if "ChildFailedError" not in line] or errors
+    return None, (errors or [f"status {status}"])[-1].strip()[-300:]
 
 
 def verdict(chosen, whole, times: dict) -> str:

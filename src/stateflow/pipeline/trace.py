@@ -77,6 +77,7 @@ class ActionTrace:
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
             "lengths": list(lengths),
             "schedule": schedule.to_text(),
+            "peak_bytes": torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
             "steps": self.steps,
         }
         path.write_text(json.dumps(figures) + "\n")
@@ -85,12 +86,13 @@ class ActionTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """The traced steps of all ranks of a pipeline."""
+    """The traced steps of all ranks of a pipeline; ``peak_bytes`` of the fullest GPU so far, None on a CPU."""
 
     schedule: Schedule
     lengths: tuple[int, ...]
     device: str
     steps: tuple[Simulation, ...]
+    peak_bytes: int | None
 
     def median_step(self) -> Simulation:
         return sorted(self.steps, key=lambda step: step.step_time)[len(self.steps) // 2]
@@ -129,7 +131,8 @@ def read_trace(folder: Path) -> Trace:
                 raise ValueError(f"--trace {folder}: {name} is of another run: its {key} differs; empty the folder")
     ranks = [by_rank[rank]["steps"] for rank in range(schedule.num_ranks)]
     steps = tuple(_joined(schedule, entries) for entries in zip(*ranks, strict=True))
-    return Trace(schedule, tuple(first["lengths"]), first["device"], steps)
+    peaks = [entry["peak_bytes"] for entry in files.values() if entry["peak_bytes"] is not None]
+    return Trace(schedule, tuple(first["lengths"]), first["device"], steps, max(peaks, default=None))
 
 
 def _joined(schedule: Schedule, ranks: Sequence[dict]) -> Simulation:

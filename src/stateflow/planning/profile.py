@@ -116,9 +116,9 @@ def measure(
 class CostSurface:
     """Seconds of a stage's forward or backward at any (start, length) from a few measured points.
 
-    At one length the cost is a line in the start (a prefix costs in proportion to its length); between lengths
-    the line's offset follows the parabola through the three nearest lengths, kept within its neighbours, and its slope
-    is linear. So eq. 9, with any constant on top, is met exactly.
+    At one length the cost is a line in the start (a prefix costs in proportion to its length); between lengths the
+    line's offset follows a parabola, kept within its neighbours, and its slope is linear. So eq. 9, with any constant
+    on top, is met exactly.
     """
 
     def __init__(self, points: Sequence[tuple[int, int, float]]):
@@ -155,16 +155,15 @@ class CostSurface:
         linear = a + weight * (b - a)
         if len(lengths) == 2 or not 0 <= weight <= 1:
             return linear
-        others = [i for i in (left - 1, right + 1) if 0 <= i < len(lengths)]
-        third = min(others, key=lambda i: abs(lengths[i] - length))
-        xs, ys = [lengths[i] for i in (left, right, third)], [values[i] for i in (left, right, third)]
-        parabola = 0.0
-        for i in range(3):
-            term = ys[i]
-            for j in range(3):
-                if j != i:
-                    term *= (length - xs[j]) / (xs[i] - xs[j])
-            parabola += term
+        # The straight line plus a bend. Of the parabolas through the next point on either side take the one that
+        # bends less: they agree where the cost is smooth, and at a corner (launches no longer bound it) one is right.
+        bends = []
+        for third in (left - 1, right + 1):
+            if 0 <= third < len(lengths):
+                onward = (values[third] - b) / (lengths[third] - lengths[right])
+                slope = (b - a) / (lengths[right] - lengths[left])
+                bends.append((onward - slope) / (lengths[third] - lengths[left]))
+        parabola = linear + min(bends, key=abs) * (length - lengths[left]) * (length - lengths[right])
         return min(max(parabola, min(a, b)), max(a, b))
 
 
