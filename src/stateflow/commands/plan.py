@@ -1,12 +1,14 @@
-"""``stateflow plan CONFIG``: which N and alpha; with --analytic from counts alone."""
+"""``stateflow plan CONFIG``: which N and alpha; measured (``plan_measured``), or with --analytic from counts alone."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from stateflow.commands import Scenario, add_config, device_text, read_scenario
 from stateflow.planning.devices import GIB
+from stateflow.planning.job import RECOMPUTE_MODES
 
 
 def register(commands) -> None:
@@ -14,14 +16,26 @@ def register(commands) -> None:
     add_config(parser)
     parser.add_argument("--analytic", action="store_true", help="predict from counts; needs no GPU and runs nothing")
     parser.add_argument("--json", action="store_true", help="print every cell of the grid as JSON")
+    measured = parser.add_argument_group("without --analytic: measure on the device at hand")
+    measured.add_argument("--out", type=Path, metavar="FILE", help="the plan file; default: dump_folder/plan.toml")
+    measured.add_argument("--cache", type=Path, metavar="FILE", help="measured points; dump_folder/plan_cache.json")
+    measured.add_argument("--time-budget", type=float, metavar="S", help="seconds after which no more is measured")
+    measured.add_argument("--verify", type=int, default=3, metavar="K", help="really run the best K (default 3)")
+    measured.add_argument("--recompute", nargs="+", choices=RECOMPUTE_MODES, help="modes to search; the config's")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
-    if not options.analytic:
-        raise ValueError("only the analytic plan is there yet: add --analytic")
     scenario = read_scenario(options, overrides)
-    return _analytic(options, scenario)
+    if options.analytic:
+        return _analytic(options, scenario)
+    if options.json:
+        raise ValueError("--json goes with --analytic; a measured plan is written to --out as TOML")
+    if options.verify < 0:
+        raise ValueError(f"--verify {options.verify}: the least is 0")
+    from stateflow.commands.plan_measured import run as run_measured
+
+    return run_measured(options, scenario, overrides)
 
 
 def _analytic(options: argparse.Namespace, scenario: Scenario) -> int:

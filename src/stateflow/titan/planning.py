@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
 from stateflow.planning.job import Job
 from stateflow.titan.config import chunk_cost, num_stages
+from stateflow.titan.config import policy as policy_of
 from stateflow.titan.flavors import resolve_model
 
 
@@ -48,7 +55,7 @@ def job_of(job_config) -> Job:
         recompute_every=every,
         optimizer_states=2,
         multiple=job_config.stateflow.chunk_multiple,
-        policy=job_config.stateflow.policy,
+        policy=policy_of(job_config),
     )
 
 
@@ -64,3 +71,29 @@ def part_names(job_config) -> list[list[str]]:
     return generate_llm_fqn_per_model_part(
         count, layers, p.pipeline_parallel_first_stage_less_layers, p.pipeline_parallel_last_stage_less_layers
     )
+
+
+def stage_module(job_config, job: Job, part: Sequence[str], device: torch.device) -> nn.Module:
+    """One stage's part of the model on ``device``, recomputed and compiled as the config asks, on no process group."""
+    from stateflow.titan.model import TitanModel
+    from stateflow.titan.parallelize import parallelize
+
+    config = replace(job.model, init_seed=0 if job.model.init_seed is None else job.model.init_seed)
+    with torch.device("meta"):
+        model = TitanModel(config)
+    model.layers = nn.ModuleDict({n: block for n, block in model.layers.items() if f"layers.{n}" in part})
+    for name in ("tok_embeddings", "norm", "output"):
+        if name not in part:
+            setattr(model, name, None)
+    alone = SimpleNamespace(tp_enabled=False, fsdp_enabled=False, dp_replicate_enabled=False)
+    mode = job_config.activation_checkpoint.mode
+    job_config.activation_checkpoint.mode = job.recompute
+    try:
+        parallelize(model, alone, job_config)
+    finally:
+        job_config.activation_checkpoint.mode = mode
+    model.to_empty(device=device)
+    model.to(job.compute_dtype)
+    with torch.no_grad():
+        model.init_weights()
+    return model
