@@ -1,0 +1,157 @@
+"""What the search for plans asks of a device, done on one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import time
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from stateflow.bench.measure import Timing, misses, relative_l2, time_call
+from stateflow.planning.kernel_launches import EPS, Launches, random_inputs
+from stateflow.recurrence.self_check import BOUNDS_16_BITS, BOUNDS_FLOAT32, NAMES
+from stateflow_kernels import gated_delta_rule as kernels
+from stateflow_kernels.gated_delta_rule import Plan, Tile
+from stateflow_kernels.plan_table import Shape
+
+Pair = tuple[str, Tile]
+
+CHECK_TOKENS = 460  # more chunks than any load pipeline is deep, and a ragged one
+COMPILE_TOKENS = 130
+MOST_WORKERS = 32
+RUNS = 11
+
+
+class KernelBench:
+    """Compiles, checks and times plans for shapes that differ in `tokens` only."""
+
+    def __init__(self, shape: Shape, device: torch.device, workers: int | None = None):
+        self.shape, self.device = shape, device
+        self.workers = min(MOST_WORKERS, workers or len(os.sched_getaffinity(0)))
+        self.scale = shape.k_dim**-0.5
+
+    def compile(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, str]:
+        """In processes of their own: what Triton caches on disk is there for this one, too."""
+        return compile_pairs(self.shape, self.device, pairs, self.workers, seconds)
+
+    @cached_property
+    def _problem(self):
+        from stateflow.recurrence.gated_delta_kernels import chunk_form, chunk_form_backward
+
+        inputs, grads = random_inputs(self.shape, CHECK_TOKENS, self.device)
+        exact, exact_grads = ([x.cpu().double() for x in xs] for xs in (inputs, grads))
+        expected = chunk_form(*exact, None, self.scale, EPS)
+        expected += chunk_form_backward(*exact_grads, *exact, None, self.scale, EPS)
+        return inputs, grads, [x.to(self.device) for x in expected]
+
+    def check(self, plan: Plan) -> str | None:
+        inputs, grads, expected = self._problem
+        options = (self.scale, EPS, plan)
+        try:
+            o, state, solve = kernels.forward(*inputs, None, *options)
+            results = [o, state, *kernels.backward(*grads, *inputs, None, solve, *options)]
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # not the plan's fault, and after the second nothing runs any more
+        except Exception as error:  # the compiler's errors have no common type
+            return _last_line(error)
+        errors = {n: relative_l2(x, y) for n, x, y in zip(NAMES, results, expected, strict=True)}
+        missed = misses(errors, BOUNDS_FLOAT32 if self.shape.dtype == "float32" else BOUNDS_16_BITS)
+        return f"wrong: {', '.join(missed)}" if missed else None
+
+    def prepare(self, shape: Shape, plan: Plan) -> None:
+        self._launches = self._call = None  # frees the last shape's buffers first
+        torch.cuda.empty_cache()
+        self._launches = Launches(shape, shape.tokens, self.device, fill=plan)
+        self._call = random_inputs(shape, shape.tokens, self.device)
+
+    def time_kernel(self, kernel: str, tile: Tile) -> Timing:
+        launch = self._launches.by_name[kernel]
+        return time_call(lambda: launch(tile), runs=RUNS, warm_up=2, ahead_ms=0.4)
+
+    def time_forward(self, plan: Plan) -> Timing:
+        inputs, _ = self._call
+        return time_call(lambda: kernels.forward(*inputs, None, self.scale, EPS, plan), runs=RUNS)
+
+    def time_backward(self, plan: Plan) -> Timing:
+        inputs, grads = self._call
+        solve = kernels.forward(*inputs, None, self.scale, EPS, plan)[2]
+        return time_call(lambda: kernels.backward(*grads, *inputs, None, solve, self.scale, EPS, plan), runs=RUNS)
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"
+
+
+def compile_pairs(
+    shape: Shape, device: torch.device, pairs: Sequence[Pair], workers: int, seconds: float
+) -> dict[Pair, str]:
+    """Launches each pair once on a short sequence, shared out among processes; those that cannot be used, and why.
+
+    What breaks a process, or is not done after `seconds`, cannot be used, either.
+    """
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    reports, following = context.Queue(), context.Value("i", 0)
+    args = (shape, str(device), list(pairs), following, reports)
+    processes = [
+        context.Process(target=_compile, args=args, daemon=True) for _ in range(min(workers, len(pairs)))
+    ]
+    for process in processes:
+        process.start()
+    started: set[int] = set()
+    done: dict[int, str | None] = {}
+    end = time.monotonic() + seconds
+    while len(done) < len(pairs) and time.monotonic() < end:
+        alive = any(process.is_alive() for process in processes)  # asked first: nothing comes after the last one's end
+        try:
+            what, index, reason = reports.get(timeout=0.2)
+        except queue.Empty:
+            if not alive:
+                break
+            continue
+        if what == "start":
+            started.add(index)
+        else:
+            done[index] = reason
+    in_time = time.monotonic() < end
+    for process in processes:
+        if process.is_alive():
+            process.terminate() if len(done) < len(pairs) else process.join(10)
+    failures = {pairs[i]: reason for i, reason in done.items() if reason is not None}
+    for i in set(range(len(pairs))) - done.keys():
+        failures[pairs[i]] = "it broke its process" if i in started and in_time else "it was not compiled in time"
+    return failures
+
+
+def _compile(shape: Shape, device: str, pairs: Sequence[Pair], following, reports) -> None:
+    torch.set_num_threads(1)
+    launches = None
+    while True:
+        with following.get_lock():
+            index = following.value
+            following.value += 1
+        if index >= len(pairs):
+            return
+        kernel, tile = pairs[index]
+        reports.put(("start", index, None))
+        try:
+            if launches is None:
+                launches = Launches(shape, COMPILE_TOKENS, torch.device(device))
+            launches.by_name[kernel](tile)
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+        except Exception as error:
+            reports.put(("end", index, _last_line(error)))
+            if isinstance(error, torch.AcceleratorError):
+                return  # this process cannot use the device any more
+        else:
+            reports.put(("end", index, None))
+
+
+def all_tiles(plans: Sequence[Plan]) -> list[Pair]:
+    """The tiles of some plans with the kernels that have them, each once."""
+    return list(dict.fromkeys((n, t) for plan in plans for n, t in vars(plan).items() if isinstance(t, Tile)))
