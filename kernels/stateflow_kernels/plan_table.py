@@ -152,7 +152,7 @@ def check_plan(plan) -> None:
                 raise ValueError(f"{name}: block_v = {block} must be a power of two from 16 to 256")
             if warps not in (1, 2, 4, 8, 16) or not 1 <= stages <= 8:
                 raise ValueError(f"{name}: num_warps = {warps} must be 1, 2, 4, 8 or 16, num_stages = {stages} 1 to 8")
-        elif isinstance(value, tuple) and not all(0 < a < b <= 1 for a, b in zip(value, (*value[1:], 1.0), strict=True)):
+        elif isinstance(value, tuple) and not all(0 < a < b for a, b in zip(value, (*value[1:], 1.0), strict=True)):
             raise ValueError(f"{name} = {list(value)} must be shares between 0 and 1 that increase")
 
 

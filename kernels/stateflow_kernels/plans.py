@@ -94,7 +94,7 @@ def reload() -> None:
     _tables.cache_clear()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _choose(
     family: str,
     device: torch.device,

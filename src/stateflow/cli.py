@@ -180,10 +180,10 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_benchmarks(parser: argparse.ArgumentParser) -> None:
-    from stateflow.bench import gdn
+    from stateflow.bench.arguments import add_gdn
 
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="{gdn}")
-    gdn.add_arguments(benchmarks.add_parser("gdn", help="the gated delta rule against FLA and FlashQLA"))
+    add_gdn(benchmarks.add_parser("gdn", help="the gated delta rule against FLA and FlashQLA"))
 
 
 def _measure(options, unknown: Sequence[str]) -> int:

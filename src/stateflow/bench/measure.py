@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,41 +76,40 @@ def time_call(call: Call, runs: int = 15, warm_up: int = 3, ahead_ms: float = 0.
 
 
 class Turns:
-    """Processes that share a GPU: many may warm up at once, but who measures is alone.
+    """Processes that share a GPU measure one at a time; compiling and trying out need no turn.
 
-    A lock file holds who uses the device. Another one is the turnstile: a process that waits for its measurement
-    stands in it, so that no new warm-up slips past. Locks of processes that die are free again.
+    Who has a turn may take it again within. The turn of a process that dies is over. `folder` None: no others.
     """
 
     def __init__(self, folder: Path | None):
         self.folder = folder
-
-    @contextlib.contextmanager
-    def _lock(self, name: str, kind: int) -> Iterator[None]:
-        with open(self.folder / name, "a") as file:
-            fcntl.flock(file, kind)
-            yield  # closing the file frees the lock
-
-    @contextlib.contextmanager
-    def warming_up(self) -> Iterator[None]:
-        if self.folder is None:
-            yield
-            return
-        with self._lock("turnstile.lock", fcntl.LOCK_EX):
-            use = self._lock("device.lock", fcntl.LOCK_SH)
-            use.__enter__()
-        try:
-            yield
-        finally:
-            use.__exit__(None, None, None)
+        self._held = False
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        if self.folder is None:
+        if self.folder is None or self._held:
             yield
             return
-        with self._lock("turnstile.lock", fcntl.LOCK_EX), self._lock("device.lock", fcntl.LOCK_EX):
-            yield
+        with open(self.folder / "turn.lock", "a") as file:  # closing it ends the turn
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._held = True
+            try:
+                yield
+            finally:
+                self._held = False
+        time.sleep(0.002)  # a lock is not fair: let a waiting process have it
+
+    def for_autotuning(self) -> None:
+        """From here on Triton's autotuner takes a turn, too, for each configuration that it times."""
+        import triton.testing
+
+        do_bench = triton.testing.do_bench
+
+        def in_turn(*args, **kwargs):
+            with self.measuring():
+                return do_bench(*args, **kwargs)
+
+        triton.testing.do_bench = in_turn
 
 
 def relative_l2(result: Tensor, reference: Tensor) -> float:
@@ -136,7 +136,9 @@ class Memory:
     saved: float
 
 
-def measure_memory(forward: Callable[[], tuple[Tensor, ...]], backward: Callable[[tuple[Tensor, ...]], object]) -> Memory:
+def measure_memory(
+    forward: Callable[[], tuple[Tensor, ...]], backward: Callable[[tuple[Tensor, ...]], object]
+) -> Memory:
     """Of torch's allocator, for one forward and the backward of its outputs."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from stateflow.bench.measure import Timing, misses, relative_l2, time_call
+from stateflow.bench.measure import Call, Timing, Turns, misses, relative_l2, time_call
 from stateflow.planning.kernel_launches import EPS, Launches, random_inputs
 from stateflow.recurrence.self_check import BOUNDS_16_BITS, BOUNDS_FLOAT32, NAMES
 from stateflow_kernels import gated_delta_rule as kernels
@@ -29,8 +29,8 @@ RUNS = 11
 class KernelBench:
     """Compiles, checks and times plans for shapes that differ in `tokens` only."""
 
-    def __init__(self, shape: Shape, device: torch.device, workers: int | None = None):
-        self.shape, self.device = shape, device
+    def __init__(self, shape: Shape, device: torch.device, turns: Turns, workers: int | None = None):
+        self.shape, self.device, self.turns = shape, device, turns
         self.workers = min(MOST_WORKERS, workers or len(os.sched_getaffinity(0)))
         self.scale = shape.k_dim**-0.5
 
@@ -68,18 +68,22 @@ class KernelBench:
         self._launches = Launches(shape, shape.tokens, self.device, fill=plan)
         self._call = random_inputs(shape, shape.tokens, self.device)
 
+    def _time(self, call: Call, ahead_ms: float = 0.0) -> Timing:
+        with self.turns.measuring():
+            return time_call(call, runs=RUNS, warm_up=2, ahead_ms=ahead_ms)
+
     def time_kernel(self, kernel: str, tile: Tile) -> Timing:
         launch = self._launches.by_name[kernel]
-        return time_call(lambda: launch(tile), runs=RUNS, warm_up=2, ahead_ms=0.4)
+        return self._time(lambda: launch(tile), ahead_ms=0.4)
 
     def time_forward(self, plan: Plan) -> Timing:
         inputs, _ = self._call
-        return time_call(lambda: kernels.forward(*inputs, None, self.scale, EPS, plan), runs=RUNS)
+        return self._time(lambda: kernels.forward(*inputs, None, self.scale, EPS, plan))
 
     def time_backward(self, plan: Plan) -> Timing:
         inputs, grads = self._call
         solve = kernels.forward(*inputs, None, self.scale, EPS, plan)[2]
-        return time_call(lambda: kernels.backward(*grads, *inputs, None, solve, self.scale, EPS, plan), runs=RUNS)
+        return self._time(lambda: kernels.backward(*grads, *inputs, None, solve, self.scale, EPS, plan))
 
 
 def _last_line(error: Exception) -> str:

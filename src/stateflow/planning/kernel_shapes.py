@@ -67,7 +67,8 @@ def config_shapes(config) -> list[Shape]:
     pipelined = p.pipeline_parallel_degree > 1
     lengths = make_plan(config).lengths if pipelined and config.stateflow.enable else (training.seq_len,)
     batch = p.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
-    return explicit_shapes([heads], lengths, model.head_k_dim, model.head_v_dim, compute_dtype(config), batch, key_heads)
+    sizes = model.head_k_dim, model.head_v_dim
+    return explicit_shapes([heads], lengths, *sizes, compute_dtype(config), batch, key_heads)
 
 
 def compute_dtype(config) -> str:

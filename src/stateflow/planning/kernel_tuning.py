@@ -225,26 +225,22 @@ def tune(
     seconds: float,
     say: Say = print,
     clock: Callable[[], float] = time.monotonic,
-    turns: Turns | None = None,
 ) -> list[Entry]:
     """Tunes all shapes within about `seconds`, writing each entry as soon as it is there.
 
     The time that is left is shared evenly among the groups of shapes that are left, then among a group's shapes.
     """
-    turns = turns or Turns(None)
     end = clock() + seconds
     entries, groups = [], groups_of(shapes)
     for i, group in enumerate(groups):
         stop = clock() + (end - clock()) / (len(groups) - i)
         say(f"{group[0].num_heads} heads, {group[0].k_dim} x {group[0].v_dim}, {group[0].dtype}: compiling")
         search = Search(make_bench(group[0]), default_for(group[0]), say, clock, stop)
-        with turns.warming_up():
-            usable = search.compile(group[0])
+        usable = search.compile(group[0])
         for j, shape in enumerate(group):
             search.deadline = clock() + (stop - clock()) / (len(group) - j)
             say(f"{shape}:")
-            with turns.measuring():
-                entries.append(search.tune(shape, usable))
+            entries.append(search.tune(shape, usable))
             save(out, environment, entries[-1:])
     return entries
 
@@ -276,6 +272,10 @@ def run(shapes: Sequence[Shape], out: Path | None, seconds: float | None, turns:
     if seconds is None:
         seconds = SECONDS_A_GROUP * len(groups_of(shapes)) + SECONDS_A_SHAPE * len(shapes)
     print(f"{len(shapes)} shapes on {environment}, at most about {seconds:.0f} s")
-    tune(shapes, lambda shape: KernelBench(shape, device), default_for, environment, path, seconds, turns=turns)
+
+    def make_bench(shape: Shape) -> Bench:
+        return KernelBench(shape, device, turns or Turns(None))
+
+    tune(shapes, make_bench, default_for, environment, path, seconds)
     print(f"written: {path}")
     return 0
