@@ -8,6 +8,7 @@ on how many heads, sequences or tokens there are. Of the entries that apply, the
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -151,8 +152,9 @@ def check_plan(plan) -> None:
             if block not in (16, 32, 64, 128, 256):
                 raise ValueError(f"{name}: block_v = {block} must be a power of two from 16 to 256")
             if warps not in (1, 2, 4, 8, 16) or not 1 <= stages <= 8:
-                raise ValueError(f"{name}: num_warps = {warps} must be 1, 2, 4, 8 or 16, num_stages = {stages} 1 to 8")
-        elif isinstance(value, tuple) and not all(0 < a < b for a, b in zip(value, (*value[1:], 1.0), strict=True)):
+                launch = f"num_warps = {warps} must be 1, 2, 4, 8 or 16 and num_stages = {stages} from 1 to 8"
+                raise ValueError(f"{name}: {launch}")
+        elif isinstance(value, tuple) and not all(a < b for a, b in itertools.pairwise((0.0, *value, 1.0))):
             raise ValueError(f"{name} = {list(value)} must be shares between 0 and 1 that increase")
 
 

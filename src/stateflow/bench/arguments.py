@@ -55,6 +55,7 @@ def add_gdn(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-timeout", type=float, default=1800.0, metavar="S", help="from the start (default 1800)")
     parser.add_argument("--tune", type=Path, metavar="FILE", help="tune the kernels first, into this table")
     parser.add_argument("--tune-heads", help="those to tune (default: all)", **whole)
+    parser.add_argument("--tune-dims", type=dims, nargs="+", metavar="KxV", help="likewise (default: all)")
     parser.add_argument("--tune-budget", type=float, metavar="S", help="seconds for the tuning, about")
     parser.add_argument("--runs", type=int, default=15, metavar="N", help="timed runs (default 15, at least 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, one a line, as they come")

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from stateflow.bench.gdn_contestants import OURS
 from stateflow.bench.gdn_report import render
+from stateflow.bench.gdn_worker import done_path
 from stateflow.bench.measure import Rows, Turns, read_rows, require_cuda
 from stateflow_kernels.plan_table import Shape, bucket_of, to_json
 
@@ -75,46 +79,69 @@ def _run(options, shapes: list[Shape], peer_shapes: list[Shape], work: Path) -> 
     rows = work / "rows.jsonl" if options.json is None else options.json.resolve()
     rows.parent.mkdir(parents=True, exist_ok=True)
     rows.unlink(missing_ok=True)
-    peers: dict[str, Process] = {}
-    ours = None
+    processes: list[Process] = []
+
+    def leave(signum, _frame):
+        raise SystemExit(128 + signum)  # on the way out the processes are ended, and what is there is reported
+
+    before = signal.signal(signal.SIGTERM, leave)
     try:
         for name in options.peers:
-            peers[name] = Process(name, peer_shapes, rows, work, options.runs, dict(options.peer_path).get(name))
+            folder = dict(options.peer_path).get(name)
+            # A process for each count of heads: compiling for one does not wait for the other.
+            for heads in dict.fromkeys(shape.num_heads for shape in peer_shapes):
+                # The longest first: FLA tunes itself at the first length that it sees.
+                mine = sorted((s for s in peer_shapes if s.num_heads == heads), key=lambda s: -s.tokens)
+                processes.append(Process(name, mine, rows, work, options.runs, folder))
         if options.tune is not None:
             _tune(options, work)
-        ours = Process("ours", shapes, rows, work, options.runs, None)
+        ours = Process(OURS, shapes, rows, work, options.runs, None)
+        processes.append(ours)
         ours.wait(None)
-        (work / "ours.done").touch()
-        for process in peers.values():
+        done_path(work).touch()
+        for process in processes[:-1]:
             process.wait(options.peer_timeout)
     finally:
-        for process in (ours, *peers.values()):
-            if process is not None:
-                process.end()
-    found = read_rows(rows)
-    _write_report(found, options.markdown)
-    return int(not any("forward" in row for row in found if row.get("contestant") == "ours"))
+        for process in processes:
+            process.end()
+        signal.signal(signal.SIGTERM, before)
+        found = read_rows(rows)
+        _write_report(found, options.markdown)
+    return int(not any("forward" in row for row in found if row.get("contestant") == OURS))
 
 
 def _tune(options, work: Path) -> None:
     """Our kernels for the shapes of the benchmark without `--untuned`; our process will find the table."""
+    import gc
+
+    import torch
+
     from stateflow.planning.kernel_tuning import run as tune
     from stateflow_kernels import plans
 
-    heads = options.tune_heads or options.heads
-    shapes = shapes_of(heads, [bucket_of(n) for n in options.tokens], options.dims, options.dtype)
+    sizes = (options.tune_heads or options.heads, [bucket_of(n) for n in options.tokens])
+    shapes = shapes_of(*sizes, options.tune_dims or options.dims, options.dtype)
     table = options.tune.resolve()
-    tune(shapes, table, options.tune_budget, Turns(work))
-    os.environ[plans.VARIABLE] = str(table)
+    try:
+        tune(shapes, table, options.tune_budget, Turns(work))
+    except Exception:  # the benchmark says what is there without it
+        traceback.print_exc()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if table.exists():
+        os.environ[plans.VARIABLE] = str(table)
 
 
 class Process:
     """A worker with its own path and log."""
 
     def __init__(self, group: str, shapes: Sequence[Shape], rows: Path, work: Path, runs: int, path: Path | None):
-        self.group, self.rows, self.log = group, rows, work / f"{group}.log"
+        self.group, self.rows = group, rows
+        self.name = f"{group}-{'-'.join(map(str, dict.fromkeys(shape.num_heads for shape in shapes)))}"
+        self.log = work / f"{self.name}.log"
         spec = dict(group=group, shapes=[to_json(shape) for shape in shapes], rows=str(rows), work=str(work), runs=runs)
-        spec_path = work / f"{group}.json"
+        spec_path = work / f"{self.name}.json"
         spec_path.write_text(json.dumps(spec))
         self.started = time.monotonic()
         with open(self.log, "w") as log:
@@ -128,14 +155,15 @@ class Process:
             status = self.process.wait(left)
         except subprocess.TimeoutExpired:
             self.end()
-            self._failed(f"stopped after {seconds:.0f} s")
+            print(f"{self.name}:\n{self.log.read_text()[-6000:]}", flush=True)
+            self._failed(f"the process {self.name} was stopped after {seconds:.0f} s")
             return
-        print(self.log.read_text() if self.group == "ours" else "", end="", flush=True)
+        print(f"{self.name}:\n{self.log.read_text()[-6000:]}", flush=True)
         if status != 0:
-            self._failed(f"its process ended with status {status}")
+            self._failed(f"the process {self.name} ended with status {status}")
 
     def _failed(self, reason: str) -> None:
-        print(f"{self.group}: {reason}; the end of its output:\n{self.log.read_text()[-3000:]}", flush=True)
+        print(f"{self.name}: {reason}", flush=True)
         Rows(self.rows).write(kind="process", contestant=self.group, failed=reason)
 
     def end(self) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
+import traceback
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -117,11 +117,12 @@ class Worker:
     def __init__(self, spec: Spec, device: torch.device):
         self.spec, self.device, self.work = spec, device, Path(spec.work)
         self.turns, self.parity = Turns(self.work), Parity(device)
-        self.compiled: set[tuple] = set()
         self.rows = Rows(Path(spec.rows), versions=environment_versions(device) | versions(spec.group))
 
     def run(self) -> None:
         self.turns.for_autotuning()
+        if self.spec.group == OURS:
+            self.compile()
         cold = list(self.spec.shapes)
         ready: list[tuple[Contestant, Shape, dict]] = []
         # What can be timed comes first, so that figures are there early; else the next shape is warmed up.
@@ -151,6 +152,7 @@ class Worker:
         except torch.OutOfMemoryError:
             reason = "out of memory"
         except Exception as error:  # of whatever library
+            traceback.print_exc()
             reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
         gc.collect()
         torch.cuda.empty_cache()
@@ -168,8 +170,6 @@ class Worker:
         except Absent as absent:
             self.rows.write(**row_of(Contestant(self.spec.group, None), shape), skipped=str(absent))
             return []
-        if self.spec.group == OURS:
-            self.compile(shape, present)
         ready = []
         for contestant in present:
             errors: dict = {}
@@ -177,27 +177,27 @@ class Worker:
             def check(contestant=contestant, errors=errors):
                 if contestant.plan is not None:
                     self.expect_kernels(contestant, shape)
+                else:
+                    self.first_run(contestant, shape)  # first: others may tune themselves for the length that they see
                 errors |= self.parity.errors(contestant, shape)
                 missed = misses(errors, PARITY)
                 if missed:
                     raise ValueError(f"differs from float64: {', '.join(missed)}")
-                if contestant.plan is None:  # others tune themselves at the length that they get
-                    self.first_run(contestant, shape)
 
             if self.attempt(contestant, shape, check):
                 ready.append((contestant, shape, errors))
         return ready
 
-    def compile(self, shape: Shape, present: list[Contestant]) -> None:
-        """What a table's tuning has not compiled."""
-        from stateflow.planning.kernel_bench import all_tiles, compile_pairs
+    def compile(self) -> None:
+        """What a table's tuning has not compiled, for all shapes at once."""
+        from stateflow.planning.kernel_bench import all_tiles, compile_jobs, default_workers
 
-        pairs = all_tiles([contestant.plan for contestant in present])
-        pairs += [(name, tile) for name, tile in walk_tiles(present[0].plan) if (name, tile) not in pairs]
-        key = (replace(shape, tokens=1), tuple(pairs))
-        if key not in self.compiled:
-            self.compiled.add(key)
-            compile_pairs(shape, self.device, pairs, len(os.sched_getaffinity(0)), COMPILE_SECONDS)
+        jobs: dict = {}
+        for shape in self.spec.shapes:
+            present = contestants(OURS, shape, self.device)
+            pairs = [*all_tiles([contestant.plan for contestant in present]), *walk_tiles(present[0].plan)]
+            jobs |= {(replace(shape, tokens=1), name, tile): None for name, tile in pairs}
+        compile_jobs(list(jobs), self.device, default_workers(), COMPILE_SECONDS)
 
     def expect_kernels(self, contestant: Contestant, shape: Shape) -> None:
         """Raises if the self-check would put anything else in this plan's place."""

@@ -19,6 +19,7 @@ from stateflow_kernels.gated_delta_rule import Plan, Tile
 from stateflow_kernels.plan_table import Shape
 
 Pair = tuple[str, Tile]
+Job = tuple[Shape, str, Tile]
 
 CHECK_TOKENS = 460  # more chunks than any load pipeline is deep, and a ragged one
 COMPILE_TOKENS = 130
@@ -26,17 +27,23 @@ MOST_WORKERS = 32
 RUNS = 11
 
 
+def default_workers() -> int:
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+
+
 class KernelBench:
     """Compiles, checks and times plans for shapes that differ in `tokens` only."""
 
     def __init__(self, shape: Shape, device: torch.device, turns: Turns, workers: int | None = None):
         self.shape, self.device, self.turns = shape, device, turns
-        self.workers = min(MOST_WORKERS, workers or len(os.sched_getaffinity(0)))
+        self.workers = workers or default_workers()
         self.scale = shape.k_dim**-0.5
 
     def compile(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, str]:
         """In processes of their own: what Triton caches on disk is there for this one, too."""
-        return compile_pairs(self.shape, self.device, pairs, self.workers, seconds)
+        jobs = [(self.shape, *pair) for pair in pairs]
+        failures = compile_jobs(jobs, self.device, self.workers, seconds)
+        return {job[1:]: reason for job, reason in failures.items()}
 
     @cached_property
     def _problem(self):
@@ -91,25 +98,22 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"
 
 
-def compile_pairs(
-    shape: Shape, device: torch.device, pairs: Sequence[Pair], workers: int, seconds: float
-) -> dict[Pair, str]:
-    """Launches each pair once on a short sequence, shared out among processes; those that cannot be used, and why.
+def compile_jobs(jobs: Sequence[Job], device: torch.device, workers: int, seconds: float) -> dict[Job, str]:
+    """Launches each kernel with its tile once on a short sequence, shared out among processes.
 
-    What breaks a process, or is not done after `seconds`, cannot be used, either.
+    Returns:
+        Those that cannot be used, and why. What breaks a process, or is not done after `seconds`, cannot, either.
     """
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     reports, following = context.Queue(), context.Value("i", 0)
-    args = (shape, str(device), list(pairs), following, reports)
-    processes = [
-        context.Process(target=_compile, args=args, daemon=True) for _ in range(min(workers, len(pairs)))
-    ]
+    args = (list(jobs), str(device), following, reports)
+    processes = [context.Process(target=_compile, args=args, daemon=True) for _ in range(min(workers, len(jobs)))]
     for process in processes:
         process.start()
     started: set[int] = set()
     done: dict[int, str | None] = {}
     end = time.monotonic() + seconds
-    while len(done) < len(pairs) and time.monotonic() < end:
+    while len(done) < len(jobs) and time.monotonic() < end:
         alive = any(process.is_alive() for process in processes)  # asked first: nothing comes after the last one's end
         try:
             what, index, reason = reports.get(timeout=0.2)
@@ -123,29 +127,31 @@ def compile_pairs(
             done[index] = reason
     in_time = time.monotonic() < end
     for process in processes:
+        if len(done) == len(jobs):
+            process.join(10)
         if process.is_alive():
-            process.terminate() if len(done) < len(pairs) else process.join(10)
-    failures = {pairs[i]: reason for i, reason in done.items() if reason is not None}
-    for i in set(range(len(pairs))) - done.keys():
-        failures[pairs[i]] = "it broke its process" if i in started and in_time else "it was not compiled in time"
+            process.terminate()
+    failures = {jobs[i]: reason for i, reason in done.items() if reason is not None}
+    for i in set(range(len(jobs))) - done.keys():
+        failures[jobs[i]] = "it broke its process" if i in started and in_time else "it was not compiled in time"
     return failures
 
 
-def _compile(shape: Shape, device: str, pairs: Sequence[Pair], following, reports) -> None:
+def _compile(jobs: Sequence[Job], device: str, following, reports) -> None:
     torch.set_num_threads(1)
-    launches = None
+    launches: dict[Shape, Launches] = {}
     while True:
         with following.get_lock():
             index = following.value
             following.value += 1
-        if index >= len(pairs):
+        if index >= len(jobs):
             return
-        kernel, tile = pairs[index]
+        shape, kernel, tile = jobs[index]
         reports.put(("start", index, None))
         try:
-            if launches is None:
-                launches = Launches(shape, COMPILE_TOKENS, torch.device(device))
-            launches.by_name[kernel](tile)
+            if shape not in launches:
+                launches[shape] = Launches(shape, COMPILE_TOKENS, torch.device(device))
+            launches[shape].by_name[kernel](tile)
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
         except Exception as error:

@@ -119,7 +119,7 @@ class Search:
             for name in KERNELS:
                 fastest[name] = self._kernel(name, usable[name], evidence)
                 plan = replace(plan, **{name: fastest[name][0]})
-            plan = self._whole(plan, fastest)
+            plan = self._whole(self._checked(plan), fastest)
         except OutOfTime:
             evidence["complete"] = False
             self.say("  the time is over: the rest stays at the default")
@@ -180,12 +180,16 @@ class Search:
         self.say(f"  {name}: serial {serial_time.median:.3f} ms, best {best_time.median:.3f} ms ({what})")
         return best
 
-    def _entry(self, shape: Shape, plan: Plan, evidence: dict) -> Entry:
-        """Timed once more as a whole: the default stays where the plan is not faster, or not right."""
+    def _checked(self, plan: Plan) -> Plan:
         reason = self.verdict(plan)
-        if reason is not None:
-            self.say(f"  the kernels together are not right ({reason}): the default stays")
-            plan = self.default
+        if reason is None:
+            return plan
+        self.say(f"  the kernels together are not right ({reason}): the default stays")
+        return self.default
+
+    def _entry(self, shape: Shape, plan: Plan, evidence: dict) -> Entry:
+        """Timed once more as a whole: the default stays where the plan is not faster."""
+        plan = self._checked(plan)
         default = tuned = self.bench.time_forward(self.default), self.bench.time_backward(self.default)
         if plan != self.default:
             tuned = self.bench.time_forward(plan), self.bench.time_backward(plan)
