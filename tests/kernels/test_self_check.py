@@ -8,11 +8,11 @@ import torch
 
 import stateflow_kernels.gated_delta_rule as kernels
 import stateflow_kernels.plans
-from stateflow.recurrence import gated_delta_rule, self_check
+from stateflow.recurrence import gated_delta_kernels, gated_delta_rule, self_check
 from stateflow.recurrence.self_check import NAMES, Problem, Trial, checked_plan, safe_plans
 from stateflow_kernels.gated_delta_rule import Plan, Tile
 from stateflow_kernels.primitives import INTERPRETED
-from tests.kernels.test_gated_delta_kernels import exact, make_inputs, run
+from tests.kernels.test_gated_delta_kernels import exact, make_inputs, run, use_plans
 from tests.recurrence.op_testing import assert_close, documents
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 def checks_on_the_cpu(monkeypatch):
     monkeypatch.setattr(self_check, "CHECKED_DEVICES", ("cpu",))
     monkeypatch.setattr(self_check, "_outcomes", {})
+    monkeypatch.setattr(gated_delta_kernels, "_chosen", {})
     monkeypatch.setattr(self_check, "NUM_TOKENS", 110)
 
 
@@ -94,7 +95,7 @@ def test_a_plan_that_is_wrong_or_does_not_compile_is_replaced_by_the_next(caplog
         return forward(*args)
 
     monkeypatch.setattr(kernels, "forward", limited)
-    monkeypatch.setattr(stateflow_kernels.plans, "plan_for", lambda *_, **__: bad)
+    use_plans(monkeypatch, lambda *_, **__: bad)
     used = []
     launch = kernels.forward
     monkeypatch.setattr(kernels, "forward", lambda *args: used.append(args[-1]) or launch(*args))
