@@ -67,7 +67,8 @@ def exact(inputs: list[Tensor]) -> list[Tensor]:
 def grads_like(outputs) -> list[Tensor]:
     """The same random gradients for outputs of any device and type, exact in 16 bits."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(o.shape, generator=generator).bfloat16().to(o.device, o.dtype) for o in outputs]
+    grads = [torch.randn(o.shape, generator=generator, dtype=torch.float32).bfloat16() for o in outputs]
+    return [grad.to(o.device, o.dtype) for grad, o in zip(grads, outputs, strict=True)]
 
 
 def run(inputs: list[Tensor], docs: Tensor | None, **options) -> list[Tensor]:
