@@ -50,6 +50,7 @@ VERIFIED = {
             "--stateflow.model.num-v-heads=12", "--stateflow.model.num-attention-heads=8",
             "--stateflow.model.num-kv-heads=1", "--stateflow.model.vocab-size=260"],
     ),
+    "PP2 x TP2, mixed precision alone": (4, [PP2, TP2, "--stateflow.mixed-precision-alone"]),
     "PP2 x TP2, sequence parallel norms": (4, [PP2, TP2, SP, *EVEN_CHUNKS]),
     "PP2 x TP2, sequence parallel norms, full recomputation, key heads of both ranks": (
         4, [PP2, TP2, SP, *EVEN_CHUNKS, FULL, *FIVE_KV_HEADS],

@@ -17,6 +17,7 @@ PP4 = "--parallelism.pipeline_parallel_degree=4"
 FSDP2 = "--parallelism.data_parallel_shard_degree=2"
 HSDP2x2 = [FSDP2, "--parallelism.data_parallel_replicate_degree=2"]
 OFF = "--stateflow.no-enable"
+ALONE = "--stateflow.mixed-precision-alone"
 ACCUMULATE = "--training.global_batch_size=4"
 
 VERIFIED = {
@@ -44,6 +45,7 @@ VERIFIED = {
     "PP2 x FSDP2, accumulation, full recomputation": (
         4, [PP2, FSDP2, "--training.global_batch_size=8", "--activation_checkpoint.mode=full"],
     ),
+    "PP2, mixed precision alone": (2, [PP2, ALONE]),
     "FSDP2": (2, [PP1, FSDP2]),
     "HSDP2x2": (4, [PP1, *HSDP2x2]),
 }  # fmt: skip
@@ -83,8 +85,9 @@ def test_compiled_blocks(titan, fsdp):
         assert difference <= 2e-5, (name, difference)
 
 
-def test_what_stays_float32_under_bf16_mixed_precision(titan):
-    first, *_, last = titan.call(harness.dtypes, 4, PP2, FSDP2, "--training.mixed_precision_param=bfloat16")
+@pytest.mark.parametrize(("world_size", "how"), [(4, FSDP2), (2, ALONE)])
+def test_what_stays_float32_under_bf16_mixed_precision(titan, world_size, how):
+    first, *_, last = titan.call(harness.dtypes, world_size, PP2, how, "--training.mixed_precision_param=bfloat16")
     float32, bfloat16 = ["float32"], ["bfloat16"]
     expected = {
         "parameter": float32, "gradient": float32, "optimizer state": float32, "gate parameters in use": float32,
