@@ -15,7 +15,7 @@ from torch import Tensor
 import stateflow_kernels.gated_delta_rule as kernels
 import stateflow_kernels.plans
 from stateflow.layers import GatedDeltaNet
-from stateflow.recurrence import gated_delta_rule, self_check
+from stateflow.recurrence import gated_delta_kernels, gated_delta_rule, self_check
 from stateflow_kernels.gated_delta_rule import Plan, Tile
 from tests.kernels.kernel_testing import on_devices
 from tests.recurrence.op_testing import (
@@ -67,7 +67,8 @@ def exact(inputs: list[Tensor]) -> list[Tensor]:
 def grads_like(outputs) -> list[Tensor]:
     """The same random gradients for outputs of any device and type, exact in 16 bits."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(o.shape, generator=generator).bfloat16().to(o.device, o.dtype) for o in outputs]
+    grads = [torch.randn(o.shape, generator=generator, dtype=torch.float32).bfloat16() for o in outputs]
+    return [grad.to(o.device, o.dtype) for grad, o in zip(grads, outputs, strict=True)]
 
 
 def run(inputs: list[Tensor], docs: Tensor | None, **options) -> list[Tensor]:
@@ -96,6 +97,11 @@ def plan_for_heads(k_dim: int, v_dim: int, dtype: torch.dtype, device: str) -> P
     return stateflow_kernels.plans.fallback_plan(torch.device(device), dtype, k_dim, v_dim)
 
 
+def use_plans(monkeypatch, plan_for) -> None:
+    monkeypatch.setattr(stateflow_kernels.plans, "plan_for", plan_for)
+    monkeypatch.setattr(gated_delta_kernels, "_chosen", {})
+
+
 def run_in_pieces(inputs: list[Tensor], docs: Tensor | None, cuts: list[int], **options) -> list[Tensor]:
     """`run` with the sequence cut and the state handed on."""
     *tokens, state = inputs
@@ -113,6 +119,7 @@ def run_in_pieces(inputs: list[Tensor], docs: Tensor | None, cuts: list[int], **
 def no_fallback(monkeypatch):
     """On a GPU a plan that was replaced would make these tests say nothing."""
     monkeypatch.setattr(self_check, "_outcomes", {})
+    monkeypatch.setattr(gated_delta_kernels, "_chosen", {})
     yield
     assert all(outcome.plan == plan for (_, plan), outcome in self_check._outcomes.items())
 
@@ -212,7 +219,7 @@ def test_any_plan_gives_the_values_of_the_default(device, monkeypatch):
     overlap = dict(cuts=(0.4, 0.7), backward_cuts=(0.6,), overlap_backward=True)
     tiles = {f.name: Tile(16, 4, 1) for f in dataclasses.fields(plan) if isinstance(getattr(plan, f.name), Tile)}
     for other, same_bits in ((dataclasses.replace(plan, **overlap), True), (Plan(**tiles, **overlap), False)):
-        monkeypatch.setattr(stateflow_kernels.plans, "plan_for", lambda *_, other=other, **__: other)
+        use_plans(monkeypatch, lambda *_, other=other, **__: other)
         results = run(inputs, docs, backend="triton")
         if same_bits:
             assert_same_bits(results, default)

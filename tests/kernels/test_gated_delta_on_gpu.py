@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stateflow_kernels.plans
-from stateflow.recurrence import gated_delta_rule, self_check
+from stateflow.recurrence import gated_delta_kernels, gated_delta_rule, self_check
 from stateflow_kernels.gated_delta_rule import Plan
 from tests.kernels.test_gated_delta_kernels import (
     BOUNDS,
@@ -20,6 +20,7 @@ from tests.kernels.test_gated_delta_kernels import (
     make_layer,
     run,
     run_in_pieces,
+    use_plans,
 )
 from tests.recurrence.op_testing import assert_close, assert_same_bits, documents
 
@@ -34,6 +35,7 @@ GIB = 2**30
 def no_fallback(monkeypatch):
     """A plan that was replaced would make these tests say nothing."""
     monkeypatch.setattr(self_check, "_outcomes", {})
+    monkeypatch.setattr(gated_delta_kernels, "_chosen", {})
     yield
     replaced = {problem: outcome for (problem, plan), outcome in self_check._outcomes.items() if outcome.plan != plan}
     assert not replaced
@@ -50,7 +52,7 @@ def use_default_with(monkeypatch, **changes) -> None:
         default = stateflow_kernels.plans.fallback_plan(device, dtype, k_dim, v_dim)
         return dataclasses.replace(default, **changes)
 
-    monkeypatch.setattr(stateflow_kernels.plans, "plan_for", plan_for)
+    use_plans(monkeypatch, plan_for)
 
 
 def make(batch: int, num_tokens: int, *args, dtype=torch.bfloat16, **options):

@@ -8,12 +8,12 @@ import torch
 
 import stateflow_kernels.gated_delta_rule as kernels
 import stateflow_kernels.plans
-from stateflow.recurrence import gated_delta_rule, self_check
+from stateflow.recurrence import gated_delta_kernels, gated_delta_rule, self_check
 from stateflow.recurrence.self_check import NAMES, Problem, Trial, checked_plan, safe_plans
 from stateflow_kernels.gated_delta_rule import Plan, Tile
 from stateflow_kernels.primitives import INTERPRETED
-from tests.kernels.test_gated_delta_kernels import exact, make_inputs, run
-from tests.recurrence.op_testing import assert_close, documents
+from tests.kernels.test_gated_delta_kernels import exact, make_inputs, run, use_plans
+from tests.recurrence.op_testing import assert_close, assert_same_bits, documents
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 def checks_on_the_cpu(monkeypatch):
     monkeypatch.setattr(self_check, "CHECKED_DEVICES", ("cpu",))
     monkeypatch.setattr(self_check, "_outcomes", {})
+    monkeypatch.setattr(gated_delta_kernels, "_chosen", {})
     monkeypatch.setattr(self_check, "NUM_TOKENS", 110)
 
 
@@ -94,7 +95,7 @@ def test_a_plan_that_is_wrong_or_does_not_compile_is_replaced_by_the_next(caplog
         return forward(*args)
 
     monkeypatch.setattr(kernels, "forward", limited)
-    monkeypatch.setattr(stateflow_kernels.plans, "plan_for", lambda *_, **__: bad)
+    use_plans(monkeypatch, lambda *_, **__: bad)
     used = []
     launch = kernels.forward
     monkeypatch.setattr(kernels, "forward", lambda *args: used.append(args[-1]) or launch(*args))
@@ -162,6 +163,24 @@ def test_the_check_is_not_run_inside_a_capture(monkeypatch):
         checked_plan(on_gpu, Plan())
     self_check._outcomes[on_gpu, Plan()] = self_check.Outcome(Plan(), ())
     assert checked_plan(on_gpu, Plan()) == Plan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_defaults_of_the_program_change_nothing(dtype):
+    torch.manual_seed(0)
+    inputs = make_inputs(1, 20, 1, 1, 16, 16)
+    results = []
+    for default_dtype in (torch.float32, dtype):
+        torch.set_default_dtype(default_dtype)
+        try:
+            (trial,) = self_check.run(problem(), default()).trials
+            results.append((trial.errors, run(inputs, None, backend="triton")))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    (errors, expected), (other_errors, others) = results
+    assert other_errors == errors
+    assert [x.dtype for x in others] == [x.dtype for x in expected]
+    assert_same_bits(others, expected)
 
 
 def test_random_numbers_of_the_run_are_left_alone():

@@ -83,16 +83,29 @@ def test_compiled_blocks(titan, fsdp):
         assert difference <= 2e-5, (name, difference)
 
 
-def test_what_stays_float32_under_bf16_mixed_precision(titan):
-    first, *_, last = titan.call(harness.dtypes, 4, PP2, FSDP2, "--training.mixed_precision_param=bfloat16")
+BF16 = "--training.mixed_precision_param=bfloat16"
+
+
+def expected_dtypes() -> dict[str, list[str]]:
     float32, bfloat16 = ["float32"], ["bfloat16"]
-    expected = {
+    return {
         "parameter": float32, "gradient": float32, "optimizer state": float32, "gate parameters in use": float32,
         "gate": float32, "recurrent": float32, "conv_q": float32, "conv_k": float32, "conv_v": float32,
         "state gradient": float32, "K/V gradient": float32, "K/V": bfloat16, "activation": bfloat16, "loss": float32,
     }  # fmt: skip
-    found = {**first, **last}
-    assert found == expected
+
+
+def test_what_stays_float32_under_bf16_mixed_precision(titan):
+    first, *_, last = titan.call(harness.dtypes, 4, PP2, FSDP2, BF16)
+    assert {**first, **last} == expected_dtypes()
+
+
+def test_mixed_precision_without_data_parallelism(four):
+    args = [PP2, "--parallelism.tensor_parallel_degree=2", "--stateflow.mixed-precision-alone"]
+    for difference, name in four.verify(4, *args):
+        assert difference <= 1e-10, (name, difference)
+    first, *_, last = four.call(harness.dtypes, 4, *args, BF16)
+    assert {**first, **last} == expected_dtypes()
 
 
 def test_loss_and_gradient_norm_do_not_depend_on_the_layout(titan):

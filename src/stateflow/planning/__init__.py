@@ -1,1 +1,1 @@
-"""Which cut of the sequence, which order: cost and memory of a run before it runs, and the search over plans."""
+"""Choosing, ahead of a run: which cut of the sequence, which order of its chunks, which launches of its kernels."""

@@ -112,6 +112,8 @@ def run(
                 done.append(row)
                 print(format_row(row, _baseline(done, row), nproc), flush=True)
             if json_path is not None:
+                if status:
+                    json_path.with_suffix(".log").write_text(log.read_text(errors="replace")[-100_000:])
                 json_path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in done))
     good = [row for row in done if not row.error]
     return 0 if any(row.name == "1F1B" for row in good) and len(good) > 1 else 1
