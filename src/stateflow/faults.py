@@ -109,11 +109,12 @@ def scale_grad() -> AbstractContextManager:
 
 
 def drop_weight_grad() -> AbstractContextManager:
-    """The last projection that noted its operands in I is forgotten in W. Shows under policies with I and W only."""
+    """What one projection of each unit left for W counts nothing. Shows under policies with I and W only."""
 
     def make(original):
         def weight_backward(self, a, i):
-            self._weight_work[a, i][-1:] = []
+            last = self._weight_work[a, i][-1]
+            last.grad = torch.zeros_like(last.grad)
             return original(self, a, i)
 
         return weight_backward

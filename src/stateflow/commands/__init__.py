@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stateflow.planning.analytic import Analytic
     from stateflow.planning.job import Job
 
-NAMES = ("plan", "simulate", "draw", "sweep")
+NAMES = ("plan", "simulate", "draw", "sweep", "schedule", "compare")
 
 
 def register(commands) -> None:
