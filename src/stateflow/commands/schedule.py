@@ -17,12 +17,14 @@ def register(commands) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write it: .csv is one line a rank, any other suffix the whole text"
     )
+    parser.add_argument("--timeline", action="store_true", help="draw it as text, with equal stages and chunks")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    from stateflow.pipeline.timeline import LEGEND, timeline
     from stateflow.titan.config import make_plan
-    from stateflow.titan.order import make_schedule
+    from stateflow.titan.order import make_schedule, recomputes
 
     if options.policy is not None:
         overrides = [*overrides, f"--stateflow.policy={options.policy}"]
@@ -32,8 +34,11 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         overrides = [*overrides, f"--stateflow.skew={options.skew}"]
     config = read_config(options.config, overrides, options.ranks)
     schedule = make_schedule(config, make_plan(config).num_chunks, options.microbatches)
+    if options.timeline:
+        print(f"{timeline(schedule, recomputes(config))}\n{LEGEND}")
     if options.out is None:
-        print(schedule.to_text(), end="")
+        if not options.timeline:
+            print(schedule.to_text(), end="")
         return 0
     options.out.write_text(schedule.to_csv() if options.out.suffix == ".csv" else schedule.to_text())
     print(

@@ -1,7 +1,7 @@
 """List scheduling: from ordered streams of actions on each rank to one list a rank.
 
 Policies say which orders have to be kept and which limits hold; what is free is decided here, in simulated time with
-F = 1, B = 2 and I = W = 1 for every stage.
+F = W = 1, I = 1, or 2 where it recomputes a forward, and B = I + W for every stage.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 
 from stateflow.pipeline.schedule import Action, Kind, Table
 
-_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
+TIMES = {
+    False: {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1},
+    True: {Kind.F: 1, Kind.B: 3, Kind.I: 2, Kind.W: 1},  # with full recomputation
+}
 Stream = Sequence[Action]
 
 
@@ -19,6 +22,7 @@ def list_schedule(
     stage_to_rank: Sequence[int],
     *,
     prefer: Callable[[Action], tuple | int],
+    recomputed: bool = False,
     max_per_stage: Sequence[int] | None = None,
     max_per_rank: int | None = None,
     max_waiting: int | None = None,
@@ -30,6 +34,7 @@ def list_schedule(
     run in the simulation can be run in that order, so the result has no wait cycle.
 
     Args:
+        recomputed: which of the module's times hold.
         max_per_stage: a stage begins no forward while it has so many units between F and B (or I).
         max_per_rank: a rank begins no forward while it has so many units between F and B (or W).
         max_waiting: a rank begins no F and no I while more units than this wait for their W.
@@ -85,7 +90,7 @@ def list_schedule(
         action = streams[rank][number][position[rank][number]]
         position[rank][number] += 1
         rows[rank].append(action)
-        rank_free[rank] = start + _TIME[action.kind]
+        rank_free[rank] = start + TIMES[recomputed][action.kind]
         forward, retires = action.kind is Kind.F, action.kind in (Kind.B, Kind.W)
         if action.kind is not Kind.W:
             finish[forward, action.stage, action.microbatch, action.chunk] = rank_free[rank]
@@ -98,7 +103,9 @@ def list_schedule(
     return tuple(map(tuple, rows))
 
 
-def merge_by_list_scheduling(orders: Sequence[Stream], stage_to_rank: Sequence[int], num_ranks: int) -> Table:
+def merge_by_list_scheduling(
+    orders: Sequence[Stream], stage_to_rank: Sequence[int], num_ranks: int, recomputed: bool = False
+) -> Table:
     """One list a rank from one list a stage, each kept in its order.
 
     The latest stage's backward comes first, else the earliest stage's forward, then W. If the stages' lists are free
@@ -110,6 +117,6 @@ def merge_by_list_scheduling(orders: Sequence[Stream], stage_to_rank: Sequence[i
     def prefer(action: Action) -> int:
         return {Kind.F: action.stage, Kind.W: num_stages + action.stage}.get(action.kind, -num_stages - action.stage)
 
-    table = list_schedule(streams, stage_to_rank, prefer=prefer)
+    table = list_schedule(streams, stage_to_rank, prefer=prefer, recomputed=recomputed)
     assert table is not None, "the stages' own orders hold a wait cycle"
     return table

@@ -30,13 +30,17 @@ def v_placement(num_ranks: int, num_stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a policy is asked for: P ranks, S stages, M microbatches, N chunks; without ``weight_lag`` its default."""
+    """What a policy is asked for: P ranks, S stages, M microbatches, N chunks; without ``weight_lag`` its default.
+
+    ``recomputed`` says that a backward begins by a forward, which matters where the order depends on times.
+    """
 
     num_ranks: int
     num_stages: int
     num_microbatches: int
     num_chunks: int
     weight_lag: int | None = None
+    recomputed: bool = False
 
     @property
     def num_units(self) -> int:
@@ -139,10 +143,12 @@ def build_schedule(
     num_chunks: int,
     stages_per_rank: int = 1,
     weight_lag: int | None = None,
+    recomputed: bool = False,
 ) -> Schedule:
     """The checked schedule of a policy for P ranks, M microbatches and N chunks.
 
-    ``weight_lag`` is the most units whose W may trail their I on a rank, for policies that split the backward.
+    ``weight_lag`` is the most units whose W may trail their I on a rank, for policies that split the backward;
+    ``recomputed`` says that backwards recompute their forward, so that I takes as long as two of them.
 
     Raises:
         ValueError: for an unknown policy, a size below 1, or what the policy does not take.
@@ -159,7 +165,8 @@ def build_schedule(
         if size < 1:
             raise ValueError(f"{name} {size} must be at least 1")
     check_options(policy, stages_per_rank, weight_lag)
-    schedule = traits.build(Sizes(num_ranks, num_ranks * stages_per_rank, num_microbatches, num_chunks, weight_lag))
+    num_stages = num_ranks * stages_per_rank
+    schedule = traits.build(Sizes(num_ranks, num_stages, num_microbatches, num_chunks, weight_lag, recomputed))
     check_schedule(schedule)
     return schedule
 
@@ -179,7 +186,8 @@ def one_forward_one_backward(sizes: Sizes) -> Schedule:
         forwards = _actions(stage, Kind.F, sizes.units())
         backwards = _actions(stage, Kind.B, sizes.backward_units())
         orders.append(_in_turn(forwards, backwards, sizes.num_chunks + sizes.num_stages - stage - 2))
-    return sizes.schedule("1f1b", stage_to_rank, merge_by_list_scheduling(orders, stage_to_rank, sizes.num_ranks))
+    table = merge_by_list_scheduling(orders, stage_to_rank, sizes.num_ranks, sizes.recomputed)
+    return sizes.schedule("1f1b", stage_to_rank, table)
 
 
 @register_policy("gpipe")
@@ -250,6 +258,7 @@ def mepipe(sizes: Sizes) -> Schedule:
         streams,
         stage_to_rank,
         prefer=lambda action: action.kind is Kind.W,
+        recomputed=sizes.recomputed,
         max_per_rank=_interleaved_warm_up(sizes, 0) + 1,
         max_waiting=sizes.weight_lag,
     )
@@ -276,6 +285,7 @@ def v_shape(sizes: Sizes) -> Schedule:
             streams,
             stage_to_rank,
             prefer=lambda action: (order[action.kind], -action.stage),
+            recomputed=sizes.recomputed,
             max_per_stage=[sizes.num_chunks + sizes.num_stages - s - 1 for s in range(sizes.num_stages)],
             max_per_rank=limit,
             max_waiting=sizes.weight_lag,

@@ -282,7 +282,7 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
     Args:
         stages: this rank's ``StateFlowStage``s (one or several), all with the same plan.
         n_microbatches: M, microbatches in a batch; ``step`` takes M * microbatch_size sequences.
-        policy, weight_lag: name in ``policies.POLICIES`` and its lag; ``schedule`` gives a table directly instead.
+        policy, weight_lag, recomputed: as for ``policies.build_schedule``; ``schedule`` gives a table directly instead.
         loss_fn: ``(output, labels) -> sum over the chunk's tokens``; None for forward-only use.
         action_hook: ``hook(action)`` returns a context manager entered around each F, B, I and W, e.g. to time it.
 
@@ -296,6 +296,7 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
         *,
         policy: str = "1f1b",
         weight_lag: int | None = None,
+        recomputed: bool = False,
         schedule: Schedule | None = None,
         loss_fn: LossFunction | None = None,
         action_hook: ActionHook | None = None,
@@ -308,7 +309,7 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
         )
         if schedule is None:
             schedule = build_schedule(
-                policy, self.pp_group_size, n_microbatches, self.plan.num_chunks, len(stages), weight_lag
+                policy, self.pp_group_size, n_microbatches, self.plan.num_chunks, len(stages), weight_lag, recomputed
             )
         self._fit(schedule, stages)
         check_schedule(schedule)

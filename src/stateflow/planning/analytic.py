@@ -67,8 +67,9 @@ class Analytic:
         if key not in self._schedules:
             job = self.job
             self._schedules[key] = build_schedule(
-                policy, job.num_ranks, job.num_microbatches, num_chunks, job.stages_per_rank
-            )
+                policy, job.num_ranks, job.num_microbatches, num_chunks, job.stages_per_rank,
+                job.weight_lag if find_policy(policy).splits_backward else None, job.recompute == "full",
+            )  # fmt: skip
         return self._schedules[key]
 
     # ---- time

@@ -36,6 +36,11 @@ def read_schedule_file(job_config) -> Schedule:
         raise ValueError(f"{where}: {error}") from error
 
 
+def recomputes(job_config) -> bool:
+    """Whether a backward begins by a whole forward."""
+    return job_config.activation_checkpoint.mode == "full"
+
+
 def make_schedule(job_config, num_chunks: int, num_microbatches: int | None = None) -> Schedule:
     """The checked schedule that a config runs: its schedule file's, or its policy's.  Raises ValueError."""
     p, options = job_config.parallelism, job_config.stateflow
@@ -47,7 +52,7 @@ def make_schedule(job_config, num_chunks: int, num_microbatches: int | None = No
     count = job_config.training.local_batch_size // p.pipeline_parallel_microbatch_size
     return build_schedule(
         policy(job_config), degree, num_microbatches or count, num_chunks, num_stages(job_config) // degree,
-        options.weight_lag,
+        options.weight_lag, recomputes(job_config),
     )  # fmt: skip
 
 

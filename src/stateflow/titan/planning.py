@@ -12,7 +12,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
 from stateflow.planning.job import Job
-from stateflow.titan.config import chunk_cost, num_stages
+from stateflow.titan.config import chunk_cost, mixed_precision_alone, num_stages
 from stateflow.titan.config import policy as policy_of
 from stateflow.titan.flavors import resolve_model
 
@@ -34,7 +34,7 @@ def job_of(job_config) -> Job:
         )
     shard = max(1, p.data_parallel_shard_degree)
     # torchtitan wraps by FSDP only where there is something to shard.
-    wrapped = shard > 1
+    wrapped = shard > 1 or mixed_precision_alone(job_config)
     mode = {"none": "none", "full": "full", "selective": "selective"}.get(ac.mode, "none")
     every = int(ac.selective_ac_option) if mode == "selective" and str(ac.selective_ac_option).isdigit() else 0
     return Job(
@@ -56,16 +56,17 @@ def job_of(job_config) -> Job:
         optimizer_states=2,
         multiple=job_config.stateflow.chunk_multiple,
         policy=policy_of(job_config),
+        weight_lag=job_config.stateflow.weight_lag,
     )
 
 
-def part_names(job_config) -> list[list[str]]:
-    """The modules of every stage, as ``titan.pipeline`` cuts the model."""
+def part_names(job_config, count: int | None = None) -> list[list[str]]:
+    """The modules of every stage, as ``titan.pipeline`` cuts the model, or cut into ``count`` stages."""
     p = job_config.parallelism
-    if p.module_fqns_per_model_part:
+    if p.module_fqns_per_model_part and count is None:
         return p.module_fqns_per_model_part
     layers = resolve_model(job_config).num_layers
-    count = num_stages(job_config)
+    count = count or num_stages(job_config)
     if count == 1:
         return [["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "output"]]
     return generate_llm_fqn_per_model_part(
