@@ -89,8 +89,9 @@ def _is_int(value) -> bool:
 
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
-    booleans = ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone", "trace")
-    for name in booleans:
+    for name in (
+        "enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone", "trace"
+    ):  # fmt: skip
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name, least in (("num_chunks", 1), ("chunk_multiple", 1), ("weight_lag", 0)):
