@@ -202,3 +202,21 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="stateflow tune-kernels measures on a CUDA device and there is none"):
         kernel_tuning.run([SHAPE], None, None)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, monkeypatch):
+    from stateflow_kernels import plans
+
+    monkeypatch.setattr(kernel_tuning, "_PARALLEL", kernel_tuning._PARALLEL[:2])
+    monkeypatch.setattr(kernel_tuning, "_WALK", kernel_tuning._WALK[:2])
+    monkeypatch.setattr(kernel_tuning, "_WALK_BACK", kernel_tuning._WALK_BACK[:2])
+    monkeypatch.setenv(plans.VARIABLE, str(tmp_path / "table.json"))
+    shape = replace(SHAPE, num_heads=4, num_key_heads=2, k_dim=64, v_dim=64, tokens=1024)
+    assert kernel_tuning.run([shape], None, 200.0) == 0
+    (entry,) = load(tmp_path / "table.json").entries
+    assert entry.shape == shape and entry.evidence["complete"] and entry.evidence["forward_ms"] > 0
+    plans.reload()
+    assert plans.choice_for(shape, torch.device("cuda", 0)).plan == entry.plan
+    monkeypatch.undo()
+    plans.reload()
