@@ -117,7 +117,7 @@ def mamba3(
     norm_eps: float,
     A_floor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """S_t = e^{A dt} (S_{t-1} + (1 - lam) dt k_{t-1} v_{t-1}^T) + lam dt k_t v_t^T,  y_t = (S_t^T q_t + D v_t) silu(z_t).
+    """S_t = e^{A dt} (S_{t-1} + (1 - lam) dt k_{t-1} v_{t-1}^T) + lam dt k_t v_t^T,  y = (S^T q + D v) silu(z).
 
     theta, S and the previous token's k and v are zero where token t is the first of its document.
     """
