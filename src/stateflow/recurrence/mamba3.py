@@ -41,7 +41,7 @@ from torch import Tensor
 from . import reference
 from .backends import choose
 from .chunk_layout import ChunkLayout, decays, decays_backward, matmul_by_chunk
-from .numerics import at_least_float32
+from .numerics import at_least_float32, sigmoid, softplus
 
 KERNEL_CHUNK = 64
 
@@ -120,9 +120,9 @@ class _Gates(NamedTuple):
 
 def _gates(inputs: Inputs, A_floor: float, dtype: torch.dtype) -> _Gates:
     return _Gates(
-        dt=F.softplus(inputs.dd_dt.to(dtype) + inputs.dt_bias.to(dtype)),
-        A=-F.softplus(inputs.dd_A.to(dtype)).clamp(min=A_floor),
-        weight=inputs.trap.to(dtype).sigmoid(),
+        dt=softplus(inputs.dd_dt.to(dtype) + inputs.dt_bias.to(dtype)),
+        A=-softplus(inputs.dd_A.to(dtype)).clamp(min=A_floor),
+        weight=sigmoid(inputs.trap.to(dtype)),
         speed=math.pi * inputs.angle.to(dtype).tanh(),
     )
 
@@ -237,7 +237,8 @@ def _chunk_form(*args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = ChunkLayout.of(inputs.x, chunk_size, at_least_float32(*inputs))
     chunks = _prepare(inputs, _gates(inputs, A_floor, layout.dtype), doc_start_BT, norm_eps, layout)
     states, state = _state_transition(chunks, inputs.state.to(layout.dtype).flatten(0, 1))
-    y = _read(chunks, states, chunks.scores()) * F.silu(layout.split(inputs.z))
+    z = layout.split(inputs.z)
+    y = _read(chunks, states, chunks.scores()) * z * sigmoid(z)
     last = layout.chunk_size - layout.padding - 1
     carried = (chunks.theta, state, chunks.k[-1, :, last], chunks.v[-1, :, last])
     # Copies: an operation must not return its inputs or views of one tensor.
@@ -276,9 +277,9 @@ def _chunk_form_backward(*args) -> tuple[Tensor, ...]:
 
     # Through the silu gate.
     z, grad_y = layout.split(inputs.z), layout.split(grad_y)
-    sigmoid = z.sigmoid()
-    grad_z = grad_y * _read(chunks, states, scores) * sigmoid * (1 + z * (1 - sigmoid))
-    grad_y = grad_y * z * sigmoid
+    share = sigmoid(z)
+    grad_z = grad_y * _read(chunks, states, scores) * share * (1 + z * (1 - share))
+    grad_y = grad_y * z * share
 
     # STB.
     from_output = matmul_by_chunk((chunks.from_start * q).mT, grad_y)
@@ -341,9 +342,9 @@ def _chunk_form_backward(*args) -> tuple[Tensor, ...]:
     dt, A, weight, speed = gates
     grad_dt = grad_own * weight + grad_before * (1 - weight) + A * grad_decay
     grad_dt = grad_dt + (grad_turn_BTHR * speed[:, :, None]).sum(-1)
-    grad_dd_dt = grad_dt * (inputs.dd_dt.to(dtype) + inputs.dt_bias.to(dtype)).sigmoid()
+    grad_dd_dt = grad_dt * sigmoid(inputs.dd_dt.to(dtype) + inputs.dt_bias.to(dtype))
     dd_A = inputs.dd_A.to(dtype)
-    grad_dd_A = -(dt * grad_decay * dd_A.sigmoid()).masked_fill(F.softplus(dd_A) < A_floor, 0.0)
+    grad_dd_A = -(dt * grad_decay * sigmoid(dd_A)).masked_fill(softplus(dd_A) < A_floor, 0.0)
     grad_speed = (grad_turn_BTHR * dt[..., None]).sum(2)
 
     # Through bias and norm.
