@@ -15,6 +15,7 @@ PP1 = "--parallelism.pipeline_parallel_degree=1"
 PP2 = "--parallelism.pipeline_parallel_degree=2"
 PP4 = "--parallelism.pipeline_parallel_degree=4"
 FSDP2 = "--parallelism.data_parallel_shard_degree=2"
+MAMBA3 = "--stateflow.model.pattern=mamba3,mamba3,mamba3,attention"
 HSDP2x2 = [FSDP2, "--parallelism.data_parallel_replicate_degree=2"]
 OFF = "--stateflow.no-enable"
 ACCUMULATE = "--training.global_batch_size=4"
@@ -44,6 +45,14 @@ VERIFIED = {
     "PP2 x FSDP2, accumulation, full recomputation": (
         4, [PP2, FSDP2, "--training.global_batch_size=8", "--activation_checkpoint.mode=full"],
     ),
+    "PP2, Mamba-3, chunks of 1, 2 and 3 tokens, full recomputation": (
+        2, [PP2, MAMBA3, "--stateflow.num-chunks=None", "--stateflow.chunk-lengths", "1", "90", "2", "3",
+            "--activation_checkpoint.mode=full"],
+    ),
+    "PP2 x FSDP2, Mamba-3, selective recomputation": (
+        4, [PP2, FSDP2, MAMBA3, "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.selective_ac_option=op"],
+    ),
     "FSDP2": (2, [PP1, FSDP2]),
     "HSDP2x2": (4, [PP1, *HSDP2x2]),
 }  # fmt: skip
@@ -70,13 +79,15 @@ def test_verify_notices_each_planted_fault(titan, fault):
         with pytest.raises(WorkerError, match="backward chunks must descend"):
             titan.verify(2, PP2, steps=1, plant=fault)
     else:
-        ((difference, _),) = titan.verify(2, PP2, steps=1, plant=fault)
+        both = "--stateflow.model.pattern=gdn,mamba3,gdn,attention"
+        ((difference, _),) = titan.verify(2, PP2, both, steps=1, plant=fault)
         assert difference > 1e-4
 
 
+@pytest.mark.parametrize("pattern", [[], [MAMBA3]], ids=["gdn", "mamba3"])
 @pytest.mark.parametrize("fsdp", [False, True], ids=["PP2", "PP2xFSDP2"])
-def test_compiled_blocks(titan, fsdp):
-    args = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager", PP2]
+def test_compiled_blocks(titan, fsdp, pattern):
+    args = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager", PP2, *pattern]
     if fsdp:
         args.append(FSDP2)
     for difference, name in titan.verify(4 if fsdp else 2, *args, dtype="float32", steps=1):
@@ -84,11 +95,13 @@ def test_compiled_blocks(titan, fsdp):
 
 
 def test_what_stays_float32_under_bf16_mixed_precision(titan):
-    first, *_, last = titan.call(harness.dtypes, 4, PP2, FSDP2, "--training.mixed_precision_param=bfloat16")
+    pattern = "--stateflow.model.pattern=gdn,mamba3,gdn,attention"
+    first, *_, last = titan.call(harness.dtypes, 4, PP2, FSDP2, pattern, "--training.mixed_precision_param=bfloat16")
     float32, bfloat16 = ["float32"], ["bfloat16"]
     expected = {
         "parameter": float32, "gradient": float32, "optimizer state": float32, "gate parameters in use": float32,
         "gate": float32, "recurrent": float32, "conv_q": float32, "conv_k": float32, "conv_v": float32,
+        "dynamics parameters in use": float32, "theta": float32, "k_last": float32, "v_last": float32,
         "state gradient": float32, "K/V gradient": float32, "K/V": bfloat16, "activation": bfloat16, "loss": float32,
     }  # fmt: skip
     found = {**first, **last}

@@ -24,7 +24,8 @@ Backward, given dY (already times silu(z)) and E = dL/dS':
           ds = <k, dkh>;  dg = ds + c <q, k>;  dd_{t+1} = ds_t
           dL = X . (Q kh^T), and e_s <F_s, kh_s> added to its last row
           dlog gam = gam <q, J>, and Gam <S~, E> added to its last element
-          dtheta_i = dx_{2i+1} x_{2i} - dx_{2i} x_{2i+1}, over the rotated x in {q, k} and after dk_0 has been added
+          dtheta_i = dx_{2i+1} x_{2i} - dx_{2i} x_{2i+1}, over the rotated x in {q, k}, after dk_0 has been added,
+              but without the terms g c k and g c q: a turn of both leaves <q, k>, and so would these cancel
           dturn = sums of dtheta over this and later tokens of the document
 
 Every chunk gets what it needs from the one before through S, theta, k_0 and v_0 alone, and all sums stay within a
@@ -298,10 +299,10 @@ def _chunk_form_backward(*args) -> tuple[Tensor, ...]:
     grad_scores = matmul_by_chunk(grad_y, v.mT)
     grad_pair = grad_scores * chunks.pair_decay.tril(-1)
     grad_q_start = chunks.from_start * matmul_by_chunk(grad_y, states.mT)
-    grad_q = grad_q_start + matmul_by_chunk(grad_pair, chunks.k_scaled) + chunks.own * own_read * k
+    grad_q = grad_q_start + matmul_by_chunk(grad_pair, chunks.k_scaled)
     grad_k_end = chunks.to_end * matmul_by_chunk(v, grad_leaving.mT)
     grad_k_scaled = matmul_by_chunk(grad_pair.mT, q) + grad_k_end
-    grad_k = chunks.scale * grad_k_scaled + chunks.own * own_read * q
+    grad_k = chunks.scale * grad_k_scaled
     grad_v = matmul_by_chunk(scores.mT, grad_y) + chunks.to_end * matmul_by_chunk(chunks.k_scaled, grad_leaving)
     grad_v = grad_v + (chunks.own * chunks.qk + chunks.D) * grad_y
     grad_scale = (k * grad_k_scaled).sum(-1)
@@ -323,6 +324,8 @@ def _chunk_form_backward(*args) -> tuple[Tensor, ...]:
     # Through the rotation, into the angles.
     num_angles = inputs.angle.shape[-1]
     grad_turn = _angle_gradient(grad_q, q, num_angles) + _angle_gradient(grad_k, k, num_angles)
+    grad_q = grad_q + chunks.own * own_read * k
+    grad_k = grad_k + chunks.own * own_read * q
     grad_turn = _sums_within_documents(grad_turn, starts, backward=True)
     token_C = torch.arange(layout.chunk_size, device=v.device)
     later, handed_on = [grad_theta] * layout.num_chunks, grad_theta

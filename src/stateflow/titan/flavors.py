@@ -59,17 +59,13 @@ def _flavors() -> dict[str, ModelArgs]:
         ),
         "tiny": ModelArgs(
             dim=32, num_layers=4, pattern=list(HYBRID), vocab_size=258, num_heads=2, head_k_dim=8, head_v_dim=12,
+            num_mamba_heads=4, mamba_head_dim=12, mamba_state_dim=8, mamba_num_angles=2,
             num_attention_heads=4, num_kv_heads=2, attention_head_dim=8, ffn_dim=64,
         ),
         "demo_mamba3": ModelArgs(
             dim=160, num_layers=8, pattern=list(MAMBA3_HYBRID), vocab_size=258, num_mamba_heads=8, mamba_head_dim=40,
             mamba_state_dim=32, mamba_num_angles=8, num_attention_heads=4, num_kv_heads=2, attention_head_dim=40,
             ffn_dim=432,
-        ),
-        "tiny_mamba3": ModelArgs(
-            dim=32, num_layers=4, pattern=list(MAMBA3_HYBRID), vocab_size=258, num_mamba_heads=4, mamba_head_dim=12,
-            mamba_state_dim=8, mamba_num_angles=2, num_attention_heads=4, num_kv_heads=2, attention_head_dim=8,
-            ffn_dim=64,
         ),
     }
     for size, shape in _SIZES.items():
