@@ -84,7 +84,12 @@ LAYOUTS = {
     "over several cuts": ([3, 18, 3], [1, 22, 1]),
     "single tokens": ([1, 1, 3, 1, 2, 16], [11, 1, 1, 11]),
 }
-KINDS = {"gdn": ["gdn", "gdn"], "mamba3": ["mamba3"] * 2, "attention": ["attention"] * 2, "hybrid": ["gdn", "attention"]}
+KINDS = {
+    "gdn": ["gdn", "gdn"],
+    "mamba3": ["mamba3", "mamba3"],
+    "attention": ["attention", "attention"],
+    "hybrid": ["gdn", "attention"],
+}
 
 
 def make_case(layout, kinds, rope_reset):

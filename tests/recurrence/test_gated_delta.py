@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from stateflow.recurrence import gated_delta_rule
-from tests.recurrence.op_testing import assert_close, documents, with_grads
+from tests.recurrence.op_testing import assert_close, with_grads
 from tests.recurrence.recurrences import gated_delta_inputs as make_inputs
 
 

@@ -106,7 +106,7 @@ def test_linear_cross_entropy(dtype):
 def test_compiled_with_inductor(dtype):
     from tests.layers.test_block import make_arguments, make_block
 
-    for kind in ("gdn", "attention"):
+    for kind in ("gdn", "mamba3", "attention"):
         block = make_block(kind, dtype).cuda()
         x, state = make_arguments(block, dtype)
         x, state = x.cuda(), tuple(s.cuda() for s in state)
