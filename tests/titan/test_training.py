@@ -84,13 +84,11 @@ def test_verify_notices_each_planted_fault(titan, fault):
         assert difference > 1e-4
 
 
-@pytest.mark.parametrize("pattern", [[], [MAMBA3]], ids=["gdn", "mamba3"])
-@pytest.mark.parametrize("fsdp", [False, True], ids=["PP2", "PP2xFSDP2"])
-def test_compiled_blocks(titan, fsdp, pattern):
-    args = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager", PP2, *pattern]
-    if fsdp:
-        args.append(FSDP2)
-    for difference, name in titan.verify(4 if fsdp else 2, *args, dtype="float32", steps=1):
+@pytest.mark.parametrize("layout", [[PP2], [PP2, FSDP2], [PP2, FSDP2, MAMBA3]], ids=["PP2", "PP2xFSDP2", "mamba3"])
+def test_compiled_blocks(titan, layout):
+    compiled = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
+    world_size = 4 if FSDP2 in layout else 2
+    for difference, name in titan.verify(world_size, *compiled, *layout, dtype="float32", steps=1):
         assert difference <= 2e-5, (name, difference)
 
 
