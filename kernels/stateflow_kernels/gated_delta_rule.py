@@ -171,7 +171,7 @@ class _SideStreams:
 
     def __init__(self, device: torch.device, enabled: bool):
         self.device = device
-        self.main = torch.cuda.current_stream(device) if enabled else None
+        self.main = torch.cuda.current_stream(device) if enabled and device.type == "cuda" else None
 
     def run(self, lane: int, launch: Callable[[], None]) -> torch.cuda.Event | None:
         """Launches after all that the current stream has so far, and returns the event of its end."""

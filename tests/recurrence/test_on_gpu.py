@@ -39,14 +39,15 @@ def with_cpu_grads(outputs, inputs) -> list[Tensor]:
     return [*outputs, *torch.autograd.grad(outputs, inputs, grads)]
 
 
+@pytest.mark.parametrize("backend", ["chunk", "auto"])
 @pytest.mark.parametrize("with_docs", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_delta_rule(dtype, with_docs):
+def test_gated_delta_rule(dtype, with_docs, backend):
     torch.manual_seed(0)
     inputs = test_gated_delta.make_inputs(2, 300, 2, 2, 32, 48)
     docs = documents(2, 300, rate=0.02) if with_docs else None
     low, high = on_device(inputs, [True, True, True, False, True, False], dtype)
-    result = with_cpu_grads(gated_delta_rule(*low, None if docs is None else docs.cuda()), low)
+    result = with_cpu_grads(gated_delta_rule(*low, None if docs is None else docs.cuda(), backend=backend), low)
     check(result, with_cpu_grads(gated_delta_rule(*high, docs, backend="reference"), high), 2, dtype)
 
 

@@ -60,6 +60,10 @@ REFUSED = {
     "--checkpoint.enable --job.dump_folder=no/such --checkpoint.initial_load_path=no/such/step-1": "no folder",
     "--stateflow.tokenizer=no/such/tokenizer.json": "no/such/tokenizer.json",
     "--training.dataset=no/such/folder": "no/such/folder",
+    "--stateflow.kernels=cuda": """kernels = 'cuda' is unknown; use one of "auto", "triton", "reference\"""",
+    "--stateflow.mixed-precision-alone --parallelism.pipeline_parallel_degree=1": "mixed_precision_alone = true is for pipelines",
+    "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2": "data_parallel_replicate_degree = 2: set",
+    "--stateflow.kernels=triton": "head_v_dim: K must be a multiple of 8 from 16 to 256, it is 8 (the nearest is 16)",
 }  # fmt: skip
 
 WRONG_TYPES = {
@@ -72,7 +76,9 @@ WRONG_TYPES = {
     "reset_at_documents": "yes",
     "rope_reset": "yes",
     "sequence_parallel_norms": "yes",
+    "mixed_precision_alone": "yes",
     "tokenizer": 7,
+    "kernels": ["auto"],
 }
 
 

@@ -47,6 +47,7 @@ def _plan(q_BTHK: Tensor, v_BTHV: Tensor, doc_start_BT: Tensor | None, eps: floa
         batch=batch,
         num_tokens=num_tokens,
         num_heads=num_heads,
+        num_key_heads=problem.num_key_heads,
         k_dim=problem.k_dim,
         v_dim=v_dim,
     )

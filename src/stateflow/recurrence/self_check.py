@@ -112,9 +112,11 @@ def checked_plan(problem: Problem, plan):
     return outcome.plan
 
 
-def safe_plans(plan) -> list:
+def safe_plans(problem: Problem, plan) -> list:
     """`plan`, then the default one, then one of small tiles and no load pipeline."""
-    default = type(plan)()
+    from stateflow_kernels.plans import fallback_plan
+
+    default = fallback_plan(problem.device, problem.dtype, problem.k_dim, problem.v_dim)
     values = {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
     tiles = {
         name: dataclasses.replace(value, block_v=min(32, value.block_v), num_stages=1)
@@ -129,7 +131,7 @@ def run(problem: Problem, plan) -> Outcome:
     inputs, grads = _inputs(problem)
     expected = _expected(problem, inputs, grads)
     trials = []
-    for candidate in safe_plans(plan):
+    for candidate in safe_plans(problem, plan):
         trial = _try(problem, candidate, inputs, grads, expected)
         trials.append(trial)
         if not trial.misses(problem.bounds):

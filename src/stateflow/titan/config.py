@@ -57,6 +57,8 @@ class StateFlow:
     """Under tensor parallelism each rank holds residual stream and norms of its part of a chunk's tokens only"""
     kernels: str = "auto"
     """"auto" uses the Triton kernels where they fit, else PyTorch; "triton" insists on them; "reference" is PyTorch"""
+    mixed_precision_alone: bool = False
+    """Under a pipeline without FSDP, too, compute in mixed_precision_param, with parameters in training.dtype"""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json or of the folder that holds one"""
     model: ModelOverrides = field(default_factory=ModelOverrides)
@@ -79,7 +81,7 @@ def _is_int(value) -> bool:
 
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
-    for name in ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms"):
+    for name in ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone"):
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name in ("num_chunks", "chunk_multiple"):
@@ -296,6 +298,28 @@ def _check_kernels(options: StateFlow, model) -> None:
         )
 
 
+def mixed_precision_alone(job_config) -> bool:
+    """Whether blocks are wrapped by FSDP2 on one rank each, for its mixed precision only."""
+    return job_config.stateflow.mixed_precision_alone and job_config.parallelism.data_parallel_shard_degree in (-1, 1)
+
+
+def _check_mixed_precision_alone(job_config) -> None:
+    p = job_config.parallelism
+    if not mixed_precision_alone(job_config):
+        return
+    _expect(
+        p.pipeline_parallel_degree > 1,
+        "[stateflow] mixed_precision_alone = true is for pipelines; with pipeline_parallel_degree = 1 torchtitan computes "
+        "in mixed_precision_param anyway: set it to false",
+    )
+    replicas = p.data_parallel_replicate_degree
+    _expect(
+        replicas == 1,
+        f"[stateflow] mixed_precision_alone = true does not go with data_parallel_replicate_degree = {replicas}: set that "
+        "to 1, or data_parallel_shard_degree to 2 or more, which brings mixed precision with it",
+    )
+
+
 def validate(job_config) -> None:
     """Checks everything about a config that can be known without a process group.  Raises ValueError."""
     from stateflow.titan.flavors import resolve_model
@@ -323,6 +347,7 @@ def validate(job_config) -> None:
         "which these models do not use; set it to false",
     )
     _check_sequence_parallel(job_config, plan)
+    _check_mixed_precision_alone(job_config)
     for name in ("context_parallel_degree", "expert_parallel_degree"):
         value = getattr(p, name)
         _expect(value == 1, f"[parallelism] {name} = {value} does not apply to these models; set it to 1")

@@ -1,0 +1,1 @@
+"""Choosing, ahead of a run, what depends on its shapes and machine."""
