@@ -155,6 +155,16 @@ def test_every_flavor_is_a_legal_model_and_has_the_size_of_its_name():
                 assert least * 1e9 < count_parameters(args) < most * 1e9, name
 
 
+@pytest.mark.parametrize("path", sorted(harness.CONFIG.parent.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_config_in_the_repository_is_accepted(path):
+    from torchtitan.config import ConfigManager
+
+    import stateflow.titan  # noqa: F401
+
+    config = ConfigManager().parse_args(["--job.config_file", str(path)])
+    assert config.stateflow.enable and path.stem.startswith(config.model.flavor)
+
+
 def test_a_config_may_cut_by_cost_between_and_beyond():
     from stateflow.titan.config import make_plan
 
