@@ -30,6 +30,8 @@ REFUSED = {
     "--stateflow.model.num-kv-heads=3": "num_kv_heads = 3",
     "--stateflow.model.pattern=gdn,mamba": "pattern = 'mamba'",
     "--stateflow.model.dim=0": "dim = 0",
+    "--stateflow.model.mamba-num-angles=5": "mamba_num_angles = 5",
+    "--stateflow.kernels=triton --stateflow.model.pattern=mamba3": "does not fit the mamba3 layers: there are none",
     "--model.flavor=huge": "flavor = 'huge' is unknown; choose one of",
     "--parallelism.pipeline_parallel_degree=5": "above the model's 4 layers; use at most 4",
     "--parallelism.tensor_parallel_degree=4": "tensor_parallel_degree = 4 does not divide the model's num_heads = 2",
@@ -151,6 +153,16 @@ def test_every_flavor_is_a_legal_model_and_has_the_size_of_its_name():
         for size, (least, most) in billions.items():
             if f"_{size}" in name:
                 assert least * 1e9 < count_parameters(args) < most * 1e9, name
+
+
+@pytest.mark.parametrize("path", sorted(harness.CONFIG.parent.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_config_in_the_repository_is_accepted(path):
+    from torchtitan.config import ConfigManager
+
+    import stateflow.titan  # noqa: F401
+
+    config = ConfigManager().parse_args(["--job.config_file", str(path)])
+    assert config.stateflow.enable and path.stem.startswith(config.model.flavor)
 
 
 def test_a_config_may_cut_by_cost_between_and_beyond():

@@ -25,6 +25,10 @@ class ModelOverrides:
     head_k_dim: int | None = None
     head_v_dim: int | None = None
     conv_size: int | None = None
+    num_mamba_heads: int | None = None
+    mamba_head_dim: int | None = None
+    mamba_state_dim: int | None = None
+    mamba_num_angles: int | None = None
     num_attention_heads: int | None = None
     num_kv_heads: int | None = None
     attention_head_dim: int | None = None
@@ -274,8 +278,16 @@ def _check_data(job_config, model) -> None:
 
 
 def _check_kernels(options: StateFlow, model) -> None:
-    """`kernels = "triton"` with sizes that the kernels do not take."""
+    """`kernels = "triton"` with layers or sizes that the kernels do not take."""
     from stateflow.recurrence.gated_delta import kernel_size_misfit
+    from stateflow.recurrence.mamba3 import kernel_misfit
+
+    if options.kernels == "triton" and "mamba3" in model.layer_kinds():
+        misfit = kernel_misfit()
+        _expect(
+            misfit is None,
+            f'[stateflow] kernels = "triton" does not fit the mamba3 layers: {misfit}; set kernels = "auto"',
+        )
 
     if options.kernels == "triton" and "gdn" in model.layer_kinds():
         misfit = kernel_size_misfit(model.head_k_dim, model.head_v_dim)

@@ -12,7 +12,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
 
-from stateflow.layers.gated_delta_net import DecayGate
+from stateflow.layers import DecayGate, Mamba3Dynamics
 from stateflow.titan.config import mixed_precision_alone
 from stateflow.titan.tensor_parallel import apply_tp
 
@@ -21,6 +21,7 @@ OPS_TO_SAVE = {
     torch.ops.aten.mm.default,
     torch.ops.stateflow.gated_delta_rule.default,
     torch.ops.stateflow.gated_delta_rule_triton.default,
+    torch.ops.stateflow.mamba3.default,
     torch.ops.stateflow.prefix_attention.default,
     # Tensor parallelism: reduce once. Gathered tokens are not kept: that would undo sequence parallelism.
     torch.ops._c10d_functional.all_reduce.default,
@@ -91,9 +92,9 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, pipelined: bool, job_config) 
     gate_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in model.layers.values():
         for module in block.modules():
-            if isinstance(module, DecayGate):
+            if isinstance(module, DecayGate | Mamba3Dynamics):
                 fully_shard(module, mp_policy=gate_policy, **common)
-                # Its own hooks never run (see GatedDeltaNet.pre); FSDP reshards it after the backward.
+                # Its own hooks never run (see GatedDeltaNet.pre, Mamba3.core); FSDP reshards it after the backward.
                 block.register_forward_pre_hook(lambda _block, _args, gate=module: gate.unshard())
     if model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, mp_policy=mixed, **common)
