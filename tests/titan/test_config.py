@@ -61,8 +61,10 @@ REFUSED = {
     "--stateflow.tokenizer=no/such/tokenizer.json": "no/such/tokenizer.json",
     "--training.dataset=no/such/folder": "no/such/folder",
     "--stateflow.kernels=cuda": """kernels = 'cuda' is unknown; use one of "auto", "triton", "reference\"""",
-    "--stateflow.mixed-precision-alone --parallelism.pipeline_parallel_degree=1": "mixed_precision_alone = true is for pipelines",
-    "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2": "data_parallel_replicate_degree = 2: set",
+    "--stateflow.mixed-precision-alone --parallelism.pipeline_parallel_degree=1":
+        "mixed_precision_alone = true is for pipelines",
+    "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2":
+        "data_parallel_replicate_degree = 2: set that to 1",
     "--stateflow.kernels=triton": "head_v_dim: K must be a multiple of 8 from 16 to 256, it is 8 (the nearest is 16)",
 }  # fmt: skip
 
