@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         "verify", help="compare the configured pipeline, gradient by gradient, with an unchunked reference"
     )
     doctor = commands.add_parser("doctor", help="say what runs on this machine, and check the kernels on its GPUs")
+    doctor.add_argument("config", type=Path, nargs="?", help="a train.toml whose run to check, too")
     for name, default in (("heads", 2), ("k-dim", 128), ("v-dim", 128)):
         doctor.add_argument(f"--{name}", type=int, default=default, help=f"of the checks (default {default})")
     for command in (train, verify):
@@ -155,13 +156,15 @@ def _doctor(options, unknown: Sequence[str]) -> int:
     from stateflow.doctor import run
     from stateflow.recurrence.gated_delta import kernel_size_misfit
 
-    problem = f"unknown argument {unknown[0]}" if unknown else kernel_size_misfit(options.k_dim, options.v_dim)
+    problem = kernel_size_misfit(options.k_dim, options.v_dim)
+    if unknown and options.config is None:
+        problem = f"unknown argument {unknown[0]}"
     if options.heads < 1:
         problem = f"--heads {options.heads}: the least is 1"
     if problem:
         print(f"stateflow: {problem}", file=sys.stderr)
         return 2
-    return run(options.heads, options.k_dim, options.v_dim)
+    return run(options.heads, options.k_dim, options.v_dim, options.config, unknown)
 
 
 def _verify(options, config, titan_args: Sequence[str]) -> int:
