@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stateflow.cli import main, metrics_rank, parse_config, world_size
+from stateflow.model import LanguageModel
 
 DEMO = Path(__file__).parents[1] / "titan_configs" / "demo.toml"
 
@@ -37,6 +38,23 @@ def test_too_few_processes_or_steps(capsys):
     assert main(["verify", str(DEMO), "--steps", "0"]) == 2
     assert main(["train", str(DEMO), "--nproc", "0"]) == 2
     assert "--nproc 0: the least is 1" in capsys.readouterr().err
+
+
+def test_float64_has_no_kernels_to_insist_on(capsys):
+    assert main(["verify", str(DEMO), "--dtype", "float64", "--stateflow.kernels", "triton"]) == 2
+    assert "--dtype float64 has no Triton kernels" in capsys.readouterr().err
+
+
+def test_kernels_are_the_backend_of_the_model():
+    from stateflow.titan.flavors import resolve_model
+
+    for kernels, backend in ((None, "auto"), ("auto", "auto"), ("triton", "triton"), ("reference", "chunk")):
+        override = [] if kernels is None else [f"--stateflow.kernels={kernels}"]
+        model_args = resolve_model(parse_config(["--job.config_file", str(DEMO), *override]))
+        assert model_args.backend == backend
+        mixers = [layer.mixer.backend for layer in LanguageModel(model_args).layers.values()]
+        attention = "auto" if backend == "triton" else backend
+        assert mixers == [attention if kind == "attention" else backend for kind in model_args.layer_kinds()]
 
 
 def test_processes_by_the_config():

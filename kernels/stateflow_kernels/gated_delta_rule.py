@@ -171,7 +171,7 @@ class _SideStreams:
 
     def __init__(self, device: torch.device, enabled: bool):
         self.device = device
-        self.main = torch.cuda.current_stream(device) if enabled else None
+        self.main = torch.cuda.current_stream(device) if enabled and device.type == "cuda" else None
 
     def run(self, lane: int, launch: Callable[[], None]) -> torch.cuda.Event | None:
         """Launches after all that the current stream has so far, and returns the event of its end."""
@@ -203,7 +203,7 @@ class _Prepared:
         # Float64 for float32 inputs: see `gated_delta`.
         self.gate_sum = problem.tokens(torch.float64 if problem.dtype == torch.float32 else torch.float32)
         self.k_norm, self.k_scale = problem.tokens(), problem.tokens()
-        self.decay = torch.empty(*self.k_norm.shape[:-1], device=problem.device)
+        self.decay = torch.empty(*self.k_norm.shape[:-1], dtype=torch.float32, device=problem.device)
 
     def run(self, problem: _Problem, tile: Tile, chunks: range, k: Tensor, v: Tensor, g: Tensor, beta: Tensor):
         problem.per_chunk(
@@ -301,7 +301,7 @@ def backward(
     q_scale, grad_gate, unused = problem.tokens(), problem.tokens(), torch.empty_like(state)
     grad_w, grad_system = problem.tiles(problem.k_dim), problem.tiles(CHUNK)
     grad_v, grad_state_in = torch.empty_like(v), torch.empty_like(state)
-    grad_g, grad_beta = (torch.empty(g.shape, device=g.device) for _ in range(2))
+    grad_g, grad_beta = (torch.empty(g.shape, dtype=torch.float32, device=g.device) for _ in range(2))
     shared = problem.num_heads > problem.num_key_heads
     # Value heads that share a key head: summed in float32.
     like = dict(dtype=torch.float32 if shared else q.dtype, device=q.device)

@@ -1,8 +1,49 @@
-"""Which plan the kernels of an operation are launched with."""
+"""Which plan the kernels of an operation are launched with: a measured one from a table, or the default.
+
+Tables are looked at in this order:
+
+    the user's      the file named by STATEFLOW_PLAN_TABLE, or ~/.cache/stateflow/plans/<environment>.json
+    shipped         stateflow_kernels/tables, for this GPU and these versions of torch, triton and ptxas
+    shipped         for this GPU and other versions (`table_entries` says so)
+
+No table is ever for another GPU. Nothing here waits for the device.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import triton
 
-from .gated_delta_rule import Plan
+from .gated_delta_rule import default_plan
+from .plan_table import Environment, Shape, Table, bucket_of, load, normalized, numbers_of
+
+logger = logging.getLogger("stateflow")
+
+VARIABLE = "STATEFLOW_PLAN_TABLE"
+SHIPPED = Path(__file__).parent / "tables"
+DEFAULTS = {"gated_delta_rule": default_plan}
+
+_forced = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, and where it comes from: the entry's shape and table, or None for both and the default."""
+
+    plan: object
+    shape: Shape | None = None
+    table: str | None = None
+
+    def __str__(self) -> str:
+        return "default" if self.shape is None else f"{self.table}: {self.shape}"
 
 
 def plan_for(
@@ -15,14 +56,157 @@ def plan_for(
     num_heads: int,
     k_dim: int,
     v_dim: int,
-) -> Plan:
-    """The plan for these shapes. `num_heads` are those of this rank.
+    num_key_heads: int | None = None,
+):
+    """The plan for these shapes. Heads are those of this rank; `num_key_heads` None: as many as `num_heads`.
 
-    There is no table of tuned plans yet: every shape gets the default, which suits heads of 128 x 128.
+    Raises:
+        ValueError: STATEFLOW_PLAN_TABLE names no table.
     """
-    return Plan()
+    if _forced is not None:
+        return _forced
+    bucket = bucket_of(num_tokens)
+    key_heads = num_heads if num_key_heads is None else num_key_heads
+    return _choose(family, device, dtype, batch, bucket, num_heads, key_heads, k_dim, v_dim).plan
+
+
+def choice_for(shape: Shape, device: torch.device) -> Choice:
+    """As `plan_for`, and says where the plan is from."""
+    dtype = getattr(torch, shape.dtype)
+    heads = (shape.num_heads, shape.num_key_heads)
+    return _choose(shape.family, device, dtype, shape.batch, bucket_of(shape.tokens), *heads, shape.k_dim, shape.v_dim)
+
+
+@contextlib.contextmanager
+def using(plan) -> Iterator[None]:
+    """Every call within takes this plan, in all threads: for measurements."""
+    global _forced
+    before, _forced = _forced, plan
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def reload() -> None:
+    """Forgets what was read: the next call reads the tables again."""
+    _choose.cache_clear()
+    _tables.cache_clear()
+
+
+@functools.cache
+def _choose(
+    family: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    bucket: int,
+    num_heads: int,
+    num_key_heads: int,
+    k_dim: int,
+    v_dim: int,
+) -> Choice:
+    name = str(dtype).removeprefix("torch.")
+    wanted = Shape(family, num_heads, num_key_heads, k_dim, v_dim, name, batch, bucket)
+    if device.type != "cuda":
+        return Choice(DEFAULTS[family](k_dim, v_dim, dtype))
+    for table in _tables(_device_name(device)):
+        entry = table.nearest(wanted)
+        if entry is not None:
+            return Choice(entry.plan, entry.shape, table.source)
+    return Choice(fallback_plan(device, dtype, k_dim, v_dim, family))
+
+
+def fallback_plan(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int, family: str = "gated_delta_rule"):
+    """The plan that fits any shape on this device."""
+    if device.type != "cuda":
+        return DEFAULTS[family](k_dim, v_dim, dtype)
+    return DEFAULTS[family](k_dim, v_dim, dtype, shared_memory_of(device))
+
+
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes that a program may have."""
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 101_376)  # what every GPU since 2020 has
+
+
+def _device_name(device: torch.device) -> str:
+    return normalized(torch.cuda.get_device_properties(device).name)
+
+
+def environment_of(device: torch.device) -> Environment:
+    return _environment(_device_name(device))
+
+
+def _environment(device_name: str) -> Environment:
+    versions = (numbers_of(torch.__version__, 2), numbers_of(triton.__version__, 3))
+    return Environment(device_name, *versions, ptxas_version() or "unknown")
+
+
+@functools.cache
+def ptxas_version() -> str | None:
+    """The version of the assembler that Triton calls; None if there is none."""
+    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    path = os.environ.get("TRITON_PTXAS_PATH") or str(bundled)
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"V(\d+\.\d+\.\d+)", text)
+    return None if found is None else found[1]
+
+
+def user_table_path(environment: Environment) -> Path:
+    """Where the user's table for this environment is, whether or not it exists."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "stateflow" / "plans" / environment.file_name
+
+
+@functools.cache
+def _tables(device_name: str) -> tuple[Table, ...]:
+    """Those for this GPU, in the order in which they count."""
+    environment = _environment(device_name)
+    tables, path = [], user_table_path(environment)
+    if os.environ.get(VARIABLE):
+        tables.append(load(path))
+    elif path.exists():
+        try:
+            tables.append(load(path))
+        except ValueError as error:
+            logger.warning("ignored: %s", error)
+    shipped = [load(path) for path in sorted(SHIPPED.glob("*.json"))]
+    # Stable: by name among those for other versions.
+    tables += sorted(shipped, key=lambda table: table.environment != environment)
+    return tuple(table for table in tables if table.environment.device == device_name)
 
 
 def table_entries() -> list[str]:
-    """The tuned plans that there are, a line each, for people to read."""
-    return []
+    """The measured plans for the GPUs of this machine, in the order in which they count, for people to read.
+
+    Without a GPU: the shipped ones. A line that starts a table says where it does not fit what is installed.
+    """
+    names = sorted({_device_name(torch.device("cuda", i)) for i in range(torch.cuda.device_count())})
+    here = {name: _environment(name) for name in names}
+    tables = [table for name in names for table in _tables(name)]
+    if not names:
+        tables = [load(path) for path in sorted(SHIPPED.glob("*.json"))]
+    return [line for table in tables for line in _describe(table, here.get(table.environment.device))]
+
+
+def _describe(table: Table, here: Environment | None) -> list[str]:
+    note = ""
+    if here is not None and here != table.environment:
+        note = f"; measured with other versions than here ({here}): run stateflow tune-kernels for these"
+    lines = [f"{table.source} ({table.environment}){note}"]
+    for entry in table.entries:
+        times = entry.evidence
+        if {"forward_ms", "backward_ms", "default_forward_ms", "default_backward_ms"} <= times.keys():
+            measured = f"{times['forward_ms']:.3f} + {times['backward_ms']:.3f} ms"
+            measured += f" (default {times['default_forward_ms']:.3f} + {times['default_backward_ms']:.3f})"
+        else:
+            measured = "no times"
+        lines.append(f"  {entry.shape}: {measured}")
+    return lines

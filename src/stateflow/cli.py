@@ -1,4 +1,5 @@
-"""The command line: ``stateflow train|verify CONFIG [options] [torchtitan overrides]`` and ``stateflow doctor``.
+"""The command line: ``stateflow train|verify|tune-kernels CONFIG [options] [torchtitan overrides]``, and
+``stateflow doctor`` and ``stateflow bench``.
 
 Planning (``plan``, ``simulate``, ``draw``, ``sweep``) is in ``stateflow.commands``, one file a command.
 
@@ -41,6 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("config", type=Path, nargs="?", help="a train.toml whose run to check, too")
     for name, default in (("heads", 2), ("k-dim", 128), ("v-dim", 128)):
         doctor.add_argument(f"--{name}", type=int, default=default, help=f"of the checks (default {default})")
+    tune = commands.add_parser("tune-kernels", help="measure how the kernels are best launched here; writes a table")
+    add_tuning_arguments(tune)
+    add_benchmarks(commands.add_parser("bench", help="compare with other libraries on this machine's GPU"))
     for command in (train, verify):
         command.add_argument("config", type=Path, help="a train.toml")
         command.add_argument("--nproc", type=int, help="processes on this machine; default: by the config's degrees")
@@ -60,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return more_commands.run(options, overrides)
     if options.command == "doctor":
         return _doctor(options, overrides)
+    if options.command == "bench" or (options.command == "tune-kernels" and options.config is None):
+        return _measure(options, overrides)
     if not options.config.is_file():
         print(f"stateflow: no such config: {options.config}", file=sys.stderr)
         return 2
@@ -81,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "train":
             return _train(options, config, titan_args)
+        if options.command == "tune-kernels":
+            return _tune(options, config)
         return _verify(options, config, titan_args)
     except ValueError as error:
         print(f"stateflow: {error}", file=sys.stderr)
@@ -165,6 +173,57 @@ def _doctor(options, unknown: Sequence[str]) -> int:
         print(f"stateflow: {problem}", file=sys.stderr)
         return 2
     return run(options.heads, options.k_dim, options.v_dim, options.config, unknown)
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, nargs="?", help="a train.toml, which says the shapes; or give --heads")
+    parser.add_argument("--heads", type=int, nargs="+", help="value heads of a rank, instead of a config")
+    parser.add_argument("--key-heads", type=int, help="heads of q and k (default: as many)")
+    for name in ("k-dim", "v-dim"):
+        parser.add_argument(f"--{name}", type=int, default=128, help="of a head (default 128)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="lengths of chunks (default 8192)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a microbatch (default 1)")
+    parser.add_argument("--dtype", default="bfloat16", help="of q, k and v (default bfloat16)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the table; default: where every run looks for it")
+    parser.add_argument("--time-budget", type=float, metavar="S", help="seconds for everything, about")
+
+
+def add_benchmarks(parser: argparse.ArgumentParser) -> None:
+    from stateflow.bench.arguments import add_gdn
+
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="{gdn}")
+    add_gdn(benchmarks.add_parser("gdn", help="the gated delta rule against FLA and FlashQLA"))
+
+
+def _measure(options, unknown: Sequence[str]) -> int:
+    """A measurement without a config."""
+    from stateflow.bench import gdn
+
+    try:
+        if unknown:
+            raise ValueError(f"unknown argument {unknown[0]}")
+        return _tune(options, None) if options.command == "tune-kernels" else gdn.run(options)
+    except ValueError as error:
+        print(f"stateflow: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _tune(options, config) -> int:
+    from stateflow.planning.kernel_shapes import config_shapes, explicit_shapes
+    from stateflow.planning.kernel_tuning import run
+
+    if config is not None and options.heads:
+        raise ValueError(f"--heads {options.heads[0]} and a config say the same: leave one out")
+    if config is not None:
+        shapes = config_shapes(config)
+    elif options.heads:
+        sizes = (options.k_dim, options.v_dim, options.dtype, options.batch, options.key_heads)
+        shapes = explicit_shapes(options.heads, options.tokens, *sizes)
+    else:
+        raise ValueError("tune-kernels needs a config, or shapes: --heads 20 --tokens 8192")
+    return run(shapes, options.out, options.time_budget)
 
 
 def _verify(options, config, titan_args: Sequence[str]) -> int:

@@ -143,7 +143,7 @@ def run(heads: int, k_dim: int, v_dim: int, config: Path | None = None, override
         print(f"{name:<{width}}  {'not found' if version is None else version}")
 
     entries = plans.table_entries()
-    print(f"\nplans: {len(entries)} tuned" + ("" if entries else "; every shape gets the default"))
+    print(f"\nmeasured plans{'' if entries else ': none'}; where none applies, every shape gets the default")
     for entry in entries:
         print(f"  {entry}")
 

@@ -49,6 +49,14 @@ def eight():
     pool.close()
 
 
+@pytest.fixture
+def four():
+    """Four processes of its own for a layout whose meshes are not torchtitan's, see `eight`."""
+    pool = TitanPool()
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(scope="session")
 def titan():
     pool = TitanPool()

@@ -30,6 +30,8 @@ REFUSED = {
     "--stateflow.model.num-kv-heads=3": "num_kv_heads = 3",
     "--stateflow.model.pattern=gdn,mamba": "pattern = 'mamba'",
     "--stateflow.model.dim=0": "dim = 0",
+    "--stateflow.model.mamba-num-angles=5": "mamba_num_angles = 5",
+    "--stateflow.kernels=triton --stateflow.model.pattern=mamba3": "does not fit the mamba3 layers: there are none",
     "--model.flavor=huge": "flavor = 'huge' is unknown; choose one of",
     "--parallelism.pipeline_parallel_degree=5": "above the model's 4 layers; use at most 4",
     "--parallelism.tensor_parallel_degree=4": "tensor_parallel_degree = 4 does not divide the model's num_heads = 2",
@@ -58,6 +60,10 @@ REFUSED = {
     "--checkpoint.enable --job.dump_folder=no/such --checkpoint.initial_load_path=no/such/step-1": "no folder",
     "--stateflow.tokenizer=no/such/tokenizer.json": "no/such/tokenizer.json",
     "--training.dataset=no/such/folder": "no/such/folder",
+    "--stateflow.kernels=cuda": """kernels = 'cuda' is unknown; use one of "auto", "triton", "reference\"""",
+    "--stateflow.mixed-precision-alone --parallelism.pipeline_parallel_degree=1": "mixed_precision_alone = true is for pipelines",
+    "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2": "data_parallel_replicate_degree = 2: set",
+    "--stateflow.kernels=triton": "head_v_dim: K must be a multiple of 8 from 16 to 256, it is 8 (the nearest is 16)",
 }  # fmt: skip
 
 WRONG_TYPES = {
@@ -70,7 +76,9 @@ WRONG_TYPES = {
     "reset_at_documents": "yes",
     "rope_reset": "yes",
     "sequence_parallel_norms": "yes",
+    "mixed_precision_alone": "yes",
     "tokenizer": 7,
+    "kernels": ["auto"],
 }
 
 
@@ -145,6 +153,16 @@ def test_every_flavor_is_a_legal_model_and_has_the_size_of_its_name():
         for size, (least, most) in billions.items():
             if f"_{size}" in name:
                 assert least * 1e9 < count_parameters(args) < most * 1e9, name
+
+
+@pytest.mark.parametrize("path", sorted(harness.CONFIG.parent.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_config_in_the_repository_is_accepted(path):
+    from torchtitan.config import ConfigManager
+
+    import stateflow.titan  # noqa: F401
+
+    config = ConfigManager().parse_args(["--job.config_file", str(path)])
+    assert config.stateflow.enable and path.stem.startswith(config.model.flavor)
 
 
 def test_a_config_may_cut_by_cost_between_and_beyond():

@@ -15,6 +15,8 @@ PP1 = "--parallelism.pipeline_parallel_degree=1"
 PP2 = "--parallelism.pipeline_parallel_degree=2"
 PP4 = "--parallelism.pipeline_parallel_degree=4"
 FSDP2 = "--parallelism.data_parallel_shard_degree=2"
+MAMBA3 = "--stateflow.model.pattern=mamba3,mamba3,mamba3,attention"
+BOTH = "--stateflow.model.pattern=gdn,mamba3,gdn,attention"
 HSDP2x2 = [FSDP2, "--parallelism.data_parallel_replicate_degree=2"]
 OFF = "--stateflow.no-enable"
 ACCUMULATE = "--training.global_batch_size=4"
@@ -44,6 +46,14 @@ VERIFIED = {
     "PP2 x FSDP2, accumulation, full recomputation": (
         4, [PP2, FSDP2, "--training.global_batch_size=8", "--activation_checkpoint.mode=full"],
     ),
+    "PP2, Mamba-3, chunks of 1, 2 and 3 tokens, full recomputation": (
+        2, [PP2, MAMBA3, "--stateflow.num-chunks=None", "--stateflow.chunk-lengths", "1", "90", "2", "3",
+            "--activation_checkpoint.mode=full"],
+    ),
+    "PP2 x FSDP2, Mamba-3, selective recomputation": (
+        4, [PP2, FSDP2, MAMBA3, "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.selective_ac_option=op"],
+    ),
     "FSDP2": (2, [PP1, FSDP2]),
     "HSDP2x2": (4, [PP1, *HSDP2x2]),
 }  # fmt: skip
@@ -70,29 +80,42 @@ def test_verify_notices_each_planted_fault(titan, fault):
         with pytest.raises(WorkerError, match="backward chunks must descend"):
             titan.verify(2, PP2, steps=1, plant=fault)
     else:
-        ((difference, _),) = titan.verify(2, PP2, steps=1, plant=fault)
+        ((difference, _),) = titan.verify(2, PP2, BOTH, steps=1, plant=fault)
         assert difference > 1e-4
 
 
-@pytest.mark.parametrize("fsdp", [False, True], ids=["PP2", "PP2xFSDP2"])
-def test_compiled_blocks(titan, fsdp):
-    args = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager", PP2]
-    if fsdp:
-        args.append(FSDP2)
-    for difference, name in titan.verify(4 if fsdp else 2, *args, dtype="float32", steps=1):
+@pytest.mark.parametrize("layout", [[PP2], [PP2, FSDP2], [PP2, FSDP2, MAMBA3]], ids=["PP2", "PP2xFSDP2", "mamba3"])
+def test_compiled_blocks(titan, layout):
+    compiled = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
+    world_size = 4 if FSDP2 in layout else 2
+    for difference, name in titan.verify(world_size, *compiled, *layout, dtype="float32", steps=1):
         assert difference <= 2e-5, (name, difference)
 
 
-def test_what_stays_float32_under_bf16_mixed_precision(titan):
-    first, *_, last = titan.call(harness.dtypes, 4, PP2, FSDP2, "--training.mixed_precision_param=bfloat16")
+BF16 = "--training.mixed_precision_param=bfloat16"
+
+
+def expected_dtypes() -> dict[str, list[str]]:
     float32, bfloat16 = ["float32"], ["bfloat16"]
-    expected = {
+    return {
         "parameter": float32, "gradient": float32, "optimizer state": float32, "gate parameters in use": float32,
         "gate": float32, "recurrent": float32, "conv_q": float32, "conv_k": float32, "conv_v": float32,
+        "dynamics parameters in use": float32, "theta": float32, "k_last": float32, "v_last": float32,
         "state gradient": float32, "K/V gradient": float32, "K/V": bfloat16, "activation": bfloat16, "loss": float32,
     }  # fmt: skip
-    found = {**first, **last}
-    assert found == expected
+
+
+def test_what_stays_float32_under_bf16_mixed_precision(titan):
+    first, *_, last = titan.call(harness.dtypes, 4, PP2, FSDP2, BOTH, BF16)
+    assert {**first, **last} == expected_dtypes()
+
+
+def test_mixed_precision_without_data_parallelism(four):
+    args = [PP2, "--parallelism.tensor_parallel_degree=2", "--stateflow.mixed-precision-alone"]
+    for difference, name in four.verify(4, *args):
+        assert difference <= 1e-10, (name, difference)
+    first, *_, last = four.call(harness.dtypes, 4, *args, BOTH, BF16)
+    assert {**first, **last} == expected_dtypes()
 
 
 def test_loss_and_gradient_norm_do_not_depend_on_the_layout(titan):

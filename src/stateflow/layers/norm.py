@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from ..recurrence import gated_rms_norm
-from ..recurrence.numerics import at_least_float32
 
 
 class GatedRMSNorm(nn.Module):

@@ -1,1 +1,1 @@
-"""Which cut of the sequence, which order: cost and memory of a run before it runs, and the search over plans."""
+"""Choosing, ahead of a run, what depends on its shapes and machine: cuts, orders, kernels' plans."""

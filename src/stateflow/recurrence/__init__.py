@@ -4,11 +4,12 @@ All are `torch.library` operations with fake implementations, so that torch.comp
 activation checkpointing sees them. `backends` says which forms there are and which one runs.
 """
 
-from . import gated_delta_kernels as _gated_delta_kernels  # registers its operations
+from . import gated_delta_kernels  # noqa: F401  registers its operations
 from .attention import prefix_attention
 from .delta_gates import delta_gates
 from .gated_delta import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
+from .mamba3 import mamba3
 from .short_conv import short_conv
 
-__all__ = ["delta_gates", "gated_delta_rule", "gated_rms_norm", "prefix_attention", "short_conv"]
+__all__ = ["delta_gates", "gated_delta_rule", "gated_rms_norm", "mamba3", "prefix_attention", "short_conv"]

@@ -24,8 +24,19 @@ def _on_device(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
+# What `_choose_plan` said: to ask again would cost more than a launch.
+_chosen: dict[tuple, object] = {}
+
+
 def _plan(q_BTHK: Tensor, v_BTHV: Tensor, doc_start_BT: Tensor | None, eps: float | None):
     """The plan that passed the self-check, or None for the chunk form."""
+    key = v_BTHV.device, v_BTHV.dtype, v_BTHV.shape, q_BTHK.shape, doc_start_BT is None, eps is None
+    if key not in _chosen:
+        _chosen[key] = _choose_plan(q_BTHK, v_BTHV, doc_start_BT is not None, eps is not None)
+    return _chosen[key]
+
+
+def _choose_plan(q_BTHK: Tensor, v_BTHV: Tensor, has_docs: bool, normalize: bool):
     from stateflow_kernels.plans import plan_for
 
     batch, num_tokens, num_heads, v_dim = v_BTHV.shape
@@ -37,8 +48,8 @@ def _plan(q_BTHK: Tensor, v_BTHV: Tensor, doc_start_BT: Tensor | None, eps: floa
         num_key_heads=q_BTHK.shape[2],
         k_dim=q_BTHK.shape[3],
         v_dim=v_dim,
-        normalize=eps is not None,
-        has_docs=doc_start_BT is not None,
+        normalize=normalize,
+        has_docs=has_docs,
     )
     plan = plan_for(
         "gated_delta_rule",
@@ -47,6 +58,7 @@ def _plan(q_BTHK: Tensor, v_BTHV: Tensor, doc_start_BT: Tensor | None, eps: floa
         batch=batch,
         num_tokens=num_tokens,
         num_heads=num_heads,
+        num_key_heads=problem.num_key_heads,
         k_dim=problem.k_dim,
         v_dim=v_dim,
     )

@@ -112,9 +112,11 @@ def checked_plan(problem: Problem, plan):
     return outcome.plan
 
 
-def safe_plans(plan) -> list:
+def safe_plans(problem: Problem, plan) -> list:
     """`plan`, then the default one, then one of small tiles and no load pipeline."""
-    default = type(plan)()
+    from stateflow_kernels.plans import fallback_plan
+
+    default = fallback_plan(problem.device, problem.dtype, problem.k_dim, problem.v_dim)
     values = {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
     tiles = {
         name: dataclasses.replace(value, block_v=min(32, value.block_v), num_stages=1)
@@ -129,7 +131,7 @@ def run(problem: Problem, plan) -> Outcome:
     inputs, grads = _inputs(problem)
     expected = _expected(problem, inputs, grads)
     trials = []
-    for candidate in safe_plans(plan):
+    for candidate in safe_plans(problem, plan):
         trial = _try(problem, candidate, inputs, grads, expected)
         trials.append(trial)
         if not trial.misses(problem.bounds):
@@ -153,13 +155,14 @@ def _log(problem: Problem, outcome: Outcome) -> None:
 
 def _inputs(problem: Problem) -> tuple[list[Tensor | None], list[Tensor]]:
     """On the CPU, in the types that the kernels get: the seven inputs, and gradients of o and state."""
-    generator = torch.Generator().manual_seed(0)
+    # Whatever the defaults of the program are.
+    options = dict(generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, **options)
 
     def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator)
+        return torch.rand(shape, **options)
 
     batch = problem.batch if problem.batch * problem.num_heads <= MOST_HEADS else 1
     heads, k_dim, v_dim = problem.num_heads, problem.k_dim, problem.v_dim
@@ -172,7 +175,8 @@ def _inputs(problem: Problem) -> tuple[list[Tensor | None], list[Tensor]]:
     doc_start = None
     if problem.has_docs:
         # One document from before the call, which ends inside a kernel chunk, then two more.
-        doc_start = torch.tensor([-3] * 40 + [40] * 65 + [105] * (NUM_TOKENS - 105)).expand(batch, -1).contiguous()
+        starts = [-3] * 40 + [40] * 65 + [105] * (NUM_TOKENS - 105)
+        doc_start = torch.tensor([starts] * batch, dtype=torch.int64, device="cpu")
     return [q.to(problem.dtype), k.to(problem.dtype), v, g, beta, state, doc_start], [grad_o, grad_state]
 
 

@@ -27,6 +27,10 @@ class ModelOverrides:
     head_k_dim: int | None = None
     head_v_dim: int | None = None
     conv_size: int | None = None
+    num_mamba_heads: int | None = None
+    mamba_head_dim: int | None = None
+    mamba_state_dim: int | None = None
+    mamba_num_angles: int | None = None
     num_attention_heads: int | None = None
     num_kv_heads: int | None = None
     attention_head_dim: int | None = None
@@ -61,6 +65,8 @@ class StateFlow:
     """Record when each action of the steps trace_steps begins and ends, in dump_folder/trace; see `stateflow draw`"""
     trace_steps: list[int] = field(default_factory=lambda: [3, 5])
     """First and last pipeline step to trace, counted from 1"""
+    mixed_precision_alone: bool = False
+    """Under a pipeline without FSDP, too, compute in mixed_precision_param, with parameters in training.dtype"""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json or of the folder that holds one"""
     model: ModelOverrides = field(default_factory=ModelOverrides)
@@ -83,7 +89,8 @@ def _is_int(value) -> bool:
 
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
-    for name in ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms", "trace"):
+    flags = ("reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone", "trace")
+    for name in ("enable", *flags):
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name in ("num_chunks", "chunk_multiple"):
@@ -327,8 +334,16 @@ def _check_data(job_config, model) -> None:
 
 
 def _check_kernels(options: StateFlow, model) -> None:
-    """`kernels = "triton"` with sizes that the kernels do not take."""
+    """`kernels = "triton"` with layers or sizes that the kernels do not take."""
     from stateflow.recurrence.gated_delta import kernel_size_misfit
+    from stateflow.recurrence.mamba3 import kernel_misfit
+
+    if options.kernels == "triton" and "mamba3" in model.layer_kinds():
+        misfit = kernel_misfit()
+        _expect(
+            misfit is None,
+            f'[stateflow] kernels = "triton" does not fit the mamba3 layers: {misfit}; set kernels = "auto"',
+        )
 
     if options.kernels == "triton" and "gdn" in model.layer_kinds():
         misfit = kernel_size_misfit(model.head_k_dim, model.head_v_dim)
@@ -337,6 +352,28 @@ def _check_kernels(options: StateFlow, model) -> None:
             f'[stateflow] kernels = "triton" does not fit the model, with K = head_k_dim and V = head_v_dim: {misfit}; '
             'change it, or set kernels = "auto"',
         )
+
+
+def mixed_precision_alone(job_config) -> bool:
+    """Whether blocks are wrapped by FSDP2 on one rank each, for its mixed precision only."""
+    return job_config.stateflow.mixed_precision_alone and job_config.parallelism.data_parallel_shard_degree in (-1, 1)
+
+
+def _check_mixed_precision_alone(job_config) -> None:
+    p = job_config.parallelism
+    if not mixed_precision_alone(job_config):
+        return
+    _expect(
+        p.pipeline_parallel_degree > 1,
+        "[stateflow] mixed_precision_alone = true is for pipelines; with pipeline_parallel_degree = 1 torchtitan computes "
+        "in mixed_precision_param anyway: set it to false",
+    )
+    replicas = p.data_parallel_replicate_degree
+    _expect(
+        replicas == 1,
+        f"[stateflow] mixed_precision_alone = true does not go with data_parallel_replicate_degree = {replicas}: set that "
+        "to 1, or data_parallel_shard_degree to 2 or more, which brings mixed precision with it",
+    )
 
 
 def validate(job_config) -> None:
@@ -370,6 +407,7 @@ def validate(job_config) -> None:
         "which these models do not use; set it to false",
     )
     _check_sequence_parallel(job_config, plan)
+    _check_mixed_precision_alone(job_config)
     for name in ("context_parallel_degree", "expert_parallel_degree"):
         value = getattr(p, name)
         _expect(value == 1, f"[parallelism] {name} = {value} does not apply to these models; set it to 1")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
 
-from stateflow.layers.gated_delta_net import DecayGate
+from stateflow.layers import DecayGate, Mamba3Dynamics
+from stateflow.titan.config import mixed_precision_alone
 from stateflow.titan.tensor_parallel import apply_tp
 
 # What op-level selective checkpointing keeps: the results of the expensive ops, ours among them.
@@ -17,6 +21,7 @@ OPS_TO_SAVE = {
     torch.ops.aten.mm.default,
     torch.ops.stateflow.gated_delta_rule.default,
     torch.ops.stateflow.gated_delta_rule_triton.default,
+    torch.ops.stateflow.mamba3.default,
     torch.ops.stateflow.prefix_attention.default,
     # Tensor parallelism: reduce once. Gathered tokens are not kept: that would undo sequence parallelism.
     torch.ops._c10d_functional.all_reduce.default,
@@ -27,10 +32,12 @@ OPS_TO_SAVE = {
 def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     """torchtitan's ``parallelize_fn`` for a whole model or one pipeline stage's part of it (on the meta device)."""
     compiled = job_config.compile.enable and "model" in job_config.compile.components
+    alone = None if parallel_dims.fsdp_enabled or not mixed_precision_alone(job_config) else _meshes_of_one(parallel_dims.tp)
     if parallel_dims.tp_enabled:
         apply_tp(
             model,
-            parallel_dims.get_mesh("tp"),
+            # FSDP2 and tensor parallelism of one parameter need meshes of one root.
+            parallel_dims.get_mesh("tp") if alone is None else alone["tp"],
             loss_parallel=not job_config.parallelism.disable_loss_parallel,
             sequence_parallel_norms=job_config.stateflow.sequence_parallel_norms,
         )
@@ -45,7 +52,10 @@ def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     if compiled:
         apply_compile(model, job_config.compile)
     if parallel_dims.fsdp_enabled:
-        apply_fsdp(model, parallel_dims, job_config)
+        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        apply_fsdp(model, parallel_dims.get_mesh(names), parallel_dims.pp_enabled, job_config)
+    elif alone is not None:
+        apply_fsdp(model, alone["alone"], parallel_dims.pp_enabled, job_config)
     elif parallel_dims.dp_replicate_enabled:
         raise ValueError(
             f"data_parallel_replicate_degree = {parallel_dims.dp_replicate} without sharding is not supported; "
@@ -54,18 +64,27 @@ def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     return model
 
 
-def apply_fsdp(model: nn.Module, parallel_dims, job_config) -> None:
+def _meshes_of_one(tp_degree: int) -> DeviceMesh:
+    """"alone": a mesh that holds this rank only; "tp": its tensor-parallel group.
+
+    (torchtitan's own meshes of size one have no working collectives.)
+    """
+    device = torch.accelerator.current_accelerator()
+    shape = (dist.get_world_size() // tp_degree, 1, tp_degree)
+    return init_device_mesh("cpu" if device is None else device.type, shape, mesh_dim_names=("rest", "alone", "tp"))
+
+
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, pipelined: bool, job_config) -> None:
     """Wraps blocks, embedding, head and the root by ``fully_shard``; gates stay float32 whatever the compute dtype."""
     training, policy = job_config.training, job_config.parallelism.fsdp_reshard_after_forward
-    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
     # A float32 boundary state is an argument of the block: FSDP must not cast it to the compute dtype.
     mixed = MixedPrecisionPolicy(
         TORCH_DTYPE_MAP[training.mixed_precision_param], reduce_dtype, cast_forward_inputs=False
     )
     # Under pipelining a reshard would bring an all-gather for every unit.
-    reshard = policy == "always" or (policy == "default" and not parallel_dims.pp_enabled)
-    common = dict(mesh=parallel_dims.get_mesh(names), reshard_after_forward=reshard)
+    reshard = policy == "always" or (policy == "default" and not pipelined)
+    common = dict(mesh=mesh, reshard_after_forward=reshard)
     if training.enable_cpu_offload:
         from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -73,9 +92,9 @@ def apply_fsdp(model: nn.Module, parallel_dims, job_config) -> None:
     gate_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in model.layers.values():
         for module in block.modules():
-            if isinstance(module, DecayGate):
+            if isinstance(module, DecayGate | Mamba3Dynamics):
                 fully_shard(module, mp_policy=gate_policy, **common)
-                # Its own hooks never run (see GatedDeltaNet.pre); FSDP reshards it after the backward.
+                # Its own hooks never run (see GatedDeltaNet.pre, Mamba3.core); FSDP reshards it after the backward.
                 block.register_forward_pre_hook(lambda _block, _args, gate=module: gate.unshard())
     if model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, mp_policy=mixed, **common)

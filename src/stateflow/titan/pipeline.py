@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 from stateflow.documents import COLUMNS
 from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
 from stateflow.pipeline.trace import ActionTrace
-from stateflow.titan.config import make_plan, num_stages
+from stateflow.titan.config import make_plan, mixed_precision_alone, num_stages
 from stateflow.titan.config import policy as policy_of
 from stateflow.titan.data import TokenCounter, valid_tokens
 
@@ -165,7 +165,8 @@ def pipeline(model: nn.Module, parallel_dims, job_config, device, model_args, pa
     mesh = parallel_dims.get_mesh("pp")
     torch_stages, parts = pipeline_module_split(model, mesh, "Interleaved1F1B", device, names)
     # Only FSDP2 computes in another dtype than the parameters': torchtitan has no autocast beside pipelining.
-    dtype = training.mixed_precision_param if parallel_dims.fsdp_enabled else training.dtype
+    mixed = parallel_dims.fsdp_enabled or mixed_precision_alone(job_config)
+    dtype = training.mixed_precision_param if mixed else training.dtype
     stages = []
     for i, (torch_stage, part) in enumerate(zip(torch_stages, parts, strict=True)):
         parts[i] = parallelize_fn(part, parallel_dims, job_config)

@@ -1,0 +1,70 @@
+"""The gated delta rule's kernels as cases for `aot`, in bfloat16 for heads of 128 x 128.
+
+ST and STB at three tiles and the depth of the default plan, the others as the default plan has them.
+"""
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from . import gated_delta, transition
+from .aot import AotCase
+from .gated_delta_rule import CHUNK, Tile, default_plan
+
+_NUMBERS = {"scale": "fp32", "eps": "fp32"}
+# The pointers that do not have the type of q, k and v; all other names of arguments that end in _ptr do.
+_POINTERS = {
+    name: "*fp32"
+    for name in (
+        "g_ptr",
+        "beta_ptr",
+        "gate_sum_ptr",
+        "k_norm_ptr",
+        "k_scale_ptr",
+        "q_scale_ptr",
+        "decay_ptr",
+        "state_in_ptr",
+        "state_out_ptr",
+        "grad_state_in_ptr",
+        "grad_state_out_ptr",
+        "grad_gate_ptr",
+        "grad_g_ptr",
+        "grad_beta_ptr",
+    )
+} | {"doc_start_ptr": "*i64"}
+
+
+def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
+    values = dict(B=1, H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BK=triton.next_power_of_2(k_dim), BV=tile.block_v)
+    values |= dict(HAS_W=True, VECTOR_DECAY=False, HAS_DOCS=True, NORMALIZE=True, SOLVE=True)
+    values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_PRECISION="tf32", STAGES=tile.num_stages)
+    names = kernel.arg_names
+    constexprs = {key: value for key, value in values.items() if key in names}
+    pointers = {n: _POINTERS.get(n, "*bf16") for n in names if n.endswith("_ptr")}
+    lengths = {n: "i32" for n in names if n not in constexprs | pointers | _NUMBERS}
+    numbers = {n: kind for n, kind in _NUMBERS.items() if n in names}
+    return AotCase(name, kernel, pointers | numbers | lengths, constexprs, tile.num_warps, tile.num_stages)
+
+
+def aot_cases() -> list[AotCase]:
+    plan = default_plan(128, 128, torch.bfloat16)
+    walks = {
+        "transition": transition.transition_kernel,
+        "transition_backward": transition.transition_backward_kernel,
+    }
+    cases = [
+        _case(f"{name}, BV {block_v}", kernel, dataclasses.replace(getattr(plan, name), block_v=block_v), 128, 128)
+        for name, kernel in walks.items()
+        for block_v in (16, 32, 64)
+    ]
+    parallel = {
+        "pre": gated_delta.pre_kernel,
+        "out": gated_delta.out_kernel,
+        "out_backward": gated_delta.out_backward_kernel,
+        "query_backward": gated_delta.query_backward_kernel,
+        "solve_backward": gated_delta.solve_backward_kernel,
+        "key_backward": gated_delta.key_backward_kernel,
+    }
+    return cases + [_case(name, kernel, getattr(plan, name), 128, 128) for name, kernel in parallel.items()]

@@ -1,0 +1,63 @@
+"""The command lines of the benchmarks. Imports nothing heavy: every call of `stateflow` reads this."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+PEERS = ("fla", "flashqla")
+
+
+def dims(text: str) -> tuple[int, int]:
+    """ "128x64" is K = 128, V = 64."""
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be K x V, as in 128x128")
+    return int(found[1]), int(found[2])
+
+
+def heads_and_tokens(text: str) -> tuple[int, int] | None:
+    """ "12x8192" is 12 heads, 8,192 tokens; "none" is None."""
+    return None if text == "none" else dims(text)
+
+
+def peer_path(text: str) -> tuple[str, Path]:
+    name, equals, path = text.partition("=")
+    if not equals or name not in PEERS:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=/folder with a NAME of {', '.join(PEERS)}")
+    if not Path(path).is_dir():
+        raise argparse.ArgumentTypeError(f"{path!r} of {name} is no folder")
+    return name, Path(path).resolve()
+
+
+def add_gdn(parser: argparse.ArgumentParser) -> None:
+    whole = dict(type=int, nargs="+", metavar="N")
+    parser.add_argument("--heads", default=[20, 10, 8], help="default 20 10 8", **whole)
+    parser.add_argument("--tokens", default=[8192, 16384, 32768, 65536], help="default 8192 to 65536", **whole)
+    parser.add_argument(
+        "--dims", type=dims, nargs="+", metavar="KxV", default=[(128, 128), (96, 192)], help="default 128x128 96x192"
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--untuned",
+        type=heads_and_tokens,
+        metavar="HEADSxTOKENS",
+        default=(12, 16384),
+        help='a shape more that is never tuned here, or "none" (default 12x16384)',
+    )
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="none: only our own")
+    parser.add_argument("--peer-path", type=peer_path, nargs="+", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--peer-heads", help="of those above, for the peers (default: all)", **whole)
+    parser.add_argument("--peer-tokens", help="of those above, for the peers (default: all)", **whole)
+    parser.add_argument("--peer-dims", type=dims, nargs="+", metavar="KxV", help="likewise (default: all)")
+    parser.add_argument("--peer-untuned", action="store_true", help="the peers also run the shape of --untuned")
+    parser.add_argument("--peer-timeout", type=float, default=1800.0, metavar="S", help="from the start (default 1800)")
+    parser.add_argument("--tune", type=Path, metavar="FILE", help="tune the kernels first, into this table")
+    parser.add_argument("--tune-heads", help="those to tune (default: all)", **whole)
+    parser.add_argument("--tune-dims", type=dims, nargs="+", metavar="KxV", help="likewise (default: all)")
+    parser.add_argument("--tune-budget", type=float, metavar="S", help="seconds for the tuning, about")
+    parser.add_argument("--runs", type=int, default=15, metavar="N", help="timed runs (default 15, at least 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, one a line, as they come")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
+    parser.add_argument("--render", type=Path, metavar="FILE", help="measure nothing: tables of the rows in FILE")

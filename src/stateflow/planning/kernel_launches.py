@@ -1,0 +1,122 @@
+"""The kernels of the gated delta rule one at a time, each on inputs of its own, for compilation and timing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from stateflow_kernels import gated_delta, transition
+from stateflow_kernels.gated_delta_rule import CHUNK, Plan, Tile, _Prepared, _Problem
+from stateflow_kernels.plan_table import Shape
+
+EPS = 1e-6
+# In the order in which each has what it reads; "replay" is Pre of the backward, with T given.
+KERNELS = (
+    "pre", "replay", "transition", "out",
+    "out_backward", "transition_backward", "query_backward", "solve_backward", "key_backward",
+)  # fmt: skip
+
+
+def random_inputs(
+    shape: Shape, num_tokens: int, device: torch.device | str, seed: int = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """q, k, v, g, beta, state as `gated_delta_rule` takes them, q and k not normalised; gradients of o and state.
+
+    Drawn on the device: equal on one kind of device with one version of torch.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype, batch, heads = getattr(torch, shape.dtype), shape.batch, shape.num_heads
+    tokens, states = (batch, num_tokens), (batch, heads, shape.k_dim, shape.v_dim)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator, device=device)
+
+    q, k = (normal(*tokens, shape.num_key_heads, shape.k_dim).to(dtype) for _ in range(2))
+    v, grad_o = (normal(*tokens, heads, shape.v_dim).to(dtype) for _ in range(2))
+    g, beta = -0.1 * uniform(*tokens, heads), uniform(*tokens, heads)
+    state, grad_state = 0.3 * normal(*states), normal(*states)
+    return [q, k, v, g, beta, state], [grad_o, grad_state]
+
+
+class Launches:
+    """A function for each kernel, by its name in `Plan`, that launches it with a tile.
+
+    Inputs normalised by the kernels, no documents. The buffers hold what the kernels leave there; with `fill`
+    each kernel has run once with the tiles of the plan given, so that all inputs are those of a real call.
+    """
+
+    def __init__(self, shape: Shape, num_tokens: int, device: torch.device, fill: Plan | None = None):
+        (q, k, v, g, beta, state), (grad_o, grad_state) = random_inputs(shape, num_tokens, device)
+        scale = shape.k_dim**-0.5
+        problem = _Problem(q, v, None, scale, EPS)
+        whole = range(problem.num_chunks)
+        prepared = _Prepared(problem)
+        replayed = _Prepared(problem, prepared.solve)
+        v_new, states = problem.tiles(shape.v_dim), problem.states()
+        grad_v_new, grad_states = problem.tiles(shape.v_dim), problem.states()
+        q_scale, grad_gate = problem.tokens(), problem.tokens()
+        grad_w, grad_system = problem.tiles(shape.k_dim), problem.tiles(CHUNK)
+        state_out, grad_state_in = torch.empty_like(state), torch.empty_like(state)
+        o, grad_v, grad_g, grad_beta = (torch.empty_like(x) for x in (v, v, g, beta))
+        shared = shape.num_heads > shape.num_key_heads
+        like = dict(dtype=torch.float32 if shared else q.dtype, device=device)
+        grad_q, grad_k = (torch.empty(*v.shape[:3], shape.k_dim, **like) for _ in range(2))
+        factors, docs = (prepared.gate_sum, prepared.k_norm), None
+
+        def pre(into: _Prepared, tile: Tile) -> None:
+            into.run(problem, tile, whole, k, v, g, beta)
+
+        def walk(kernel, args: tuple, tile: Tile) -> None:
+            problem.walk(kernel, tile, whole, *args)
+
+        def per_chunk(kernel, args: tuple, tile: Tile) -> None:
+            problem.per_chunk(kernel, tile, whole, *args)
+
+        numbers = (problem.scale, problem.eps)
+        seen = (q, k, docs, grad_o, *factors, v_new, states)
+        self.by_name: dict[str, Callable[[Tile], None]] = {
+            "pre": partial(pre, prepared),
+            "replay": partial(pre, replayed),
+            "transition": partial(
+                walk,
+                transition.transition_kernel,
+                (k, prepared.k_scale, prepared.u, prepared.w, prepared.decay, state, states, v_new, state_out),
+            ),
+            "out": partial(per_chunk, gated_delta.out_kernel, (q, k, docs, states, v_new, *factors, o, *numbers)),
+            "out_backward": partial(
+                per_chunk,
+                gated_delta.out_backward_kernel,
+                (q, k, docs, grad_o, *factors, q_scale, grad_v_new, *numbers),
+            ),
+            "transition_backward": partial(
+                walk,
+                transition.transition_backward_kernel,
+                (q, q_scale, k, prepared.k_scale, prepared.w, prepared.decay, grad_o, grad_state, grad_v_new)
+                + (grad_states, grad_state_in),
+            ),
+            "query_backward": partial(
+                per_chunk, gated_delta.query_backward_kernel, (*seen, grad_q, grad_gate, *numbers)
+            ),
+            "solve_backward": partial(
+                per_chunk,
+                gated_delta.solve_backward_kernel,
+                (k, v, beta, docs, *factors, prepared.solve, grad_v_new, states)
+                + (grad_gate, grad_system, grad_w, grad_v, grad_beta),
+            ),
+            "key_backward": partial(
+                per_chunk,
+                gated_delta.key_backward_kernel,
+                (*seen, grad_states, grad_gate, grad_system, grad_w, grad_k, grad_g, *numbers),
+            ),
+        }
+        self.results = dict(o=o, state=state_out, dq=grad_q, dk=grad_k, dv=grad_v, dg=grad_g, dbeta=grad_beta)
+        self.results["dstate"] = grad_state_in
+        if fill is not None:
+            for name in KERNELS:
+                self.by_name[name](getattr(fill, name))

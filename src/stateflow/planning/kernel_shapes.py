@@ -1,0 +1,80 @@
+"""The shapes that the recurrent kernels get in a run of a config, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stateflow_kernels.plan_table import Shape, bucket_of
+
+FAMILY = "gated_delta_rule"
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def explicit_shapes(
+    heads: Sequence[int],
+    tokens: Sequence[int],
+    k_dim: int,
+    v_dim: int,
+    dtype: str,
+    batch: int = 1,
+    key_heads: int | None = None,
+) -> list[Shape]:
+    """Every count of heads with every bucket of tokens.
+
+    Raises:
+        ValueError: a size that the kernels do not take.
+    """
+    from stateflow.recurrence.gated_delta import kernel_size_misfit
+
+    for name, values in (("heads", heads), ("tokens", tokens), ("batch", [batch])):
+        if not values or min(values) < 1:
+            raise ValueError(f"{name} {list(values)}: give at least one number, and none below 1")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: the kernels take {', '.join(DTYPES)}")
+    misfit = kernel_size_misfit(k_dim, v_dim)
+    if misfit is not None:
+        raise ValueError(misfit)
+    buckets = sorted({bucket_of(n) for n in tokens})
+    shapes = []
+    for count in dict.fromkeys(heads):
+        shared = count if key_heads is None else key_heads
+        if shared < 1 or count % shared:
+            raise ValueError(f"{count} heads are no multiple of {shared} key heads; leave --key-heads out")
+        shapes += [Shape(FAMILY, count, shared, k_dim, v_dim, dtype, batch, n) for n in buckets]
+    return shapes
+
+
+def config_shapes(config) -> list[Shape]:
+    """From a torchtitan config: heads after tensor parallelism, chunk lengths of the plan, the compute dtype.
+
+    Raises:
+        ValueError: the model has no layer that uses these kernels, or sizes that they do not take.
+    """
+    from stateflow.layers import HeadGroups
+    from stateflow.titan.config import make_plan
+    from stateflow.titan.flavors import resolve_model
+
+    model, p, training = resolve_model(config), config.parallelism, config.training
+    if "gdn" not in model.layer_kinds():
+        raise ValueError(f"[model] flavor = {config.model.flavor!r} has no gdn layer: there is nothing to tune")
+    if config.stateflow.kernels == "reference":
+        raise ValueError('[stateflow] kernels = "reference" uses no kernels: there is nothing to tune')
+    num_v_heads = model.num_heads if model.num_v_heads is None else model.num_v_heads
+    local = HeadGroups.whole(num_v_heads, model.num_heads).part(0, p.tensor_parallel_degree)
+    heads = sum(local.sizes)
+    # Where ranks share a key head unevenly, each expands its part to its own heads.
+    key_heads = len(local.sizes) if local.are_equal() else heads
+    pipelined = p.pipeline_parallel_degree > 1
+    lengths = make_plan(config).lengths if pipelined and config.stateflow.enable else (training.seq_len,)
+    batch = p.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+    sizes = model.head_k_dim, model.head_v_dim
+    return explicit_shapes([heads], lengths, *sizes, compute_dtype(config), batch, key_heads)
+
+
+def compute_dtype(config) -> str:
+    """What activations are computed in. FSDP casts to mixed_precision_param; without it TP and PP cast nothing."""
+    p, training = config.parallelism, config.training
+    casts = p.data_parallel_shard_degree != 1 or (
+        p.tensor_parallel_degree == 1 and p.pipeline_parallel_degree == 1
+    )
+    return training.mixed_precision_param if casts else training.dtype

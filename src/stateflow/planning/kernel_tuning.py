@@ -1,0 +1,285 @@
+"""``stateflow tune-kernels``: measures how the recurrent kernels are best launched here, and writes the table.
+
+For each shape: every kernel alone, over its candidates; then what runs beside what, on the whole operation, forward
+and backward by themselves. A candidate is compared with float64 before it is timed. What does not win by more than
+the noise stays as it is in the default plan, and nothing overlaps.
+
+Most of the time goes into compiling, so worker processes do that first, all for one head count at once; the lengths
+of sequences do not matter to it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from stateflow.bench.measure import Timing, Turns
+from stateflow.planning.kernel_launches import KERNELS
+from stateflow_kernels.gated_delta_rule import Plan, Tile
+from stateflow_kernels.plan_table import Entry, Environment, Shape, save
+
+Say = Callable[[str], None]
+SECONDS_A_GROUP, SECONDS_A_SHAPE = 120.0, 30.0
+
+WALKS = ("transition", "transition_backward")
+_PARALLEL = ((32, 4, 1), (64, 4, 1), (128, 4, 1), (64, 4, 2), (32, 4, 2), (64, 8, 1), (128, 8, 1), (64, 4, 3))
+_WALK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3, 4)) + ((32, 8, 3), (64, 8, 3))
+_WALK_BACK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (1, 2, 3)) + ((32, 8, 2), (64, 8, 2))
+
+CUTS = ((0.5,), (0.33, 0.66), (0.25, 0.6))
+# Without anything beside it, a cut only costs.
+BACKWARDS = tuple(
+    dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,), (0.33,), (0.33, 0.66))
+)
+BESIDE = 3  # so many of the fastest tiles of a walk are also tried beside other kernels
+
+
+def candidate_tiles(kernel: str, shape: Shape, default: Tile) -> list[Tile]:
+    """The default first, then those worth a try for heads of this width."""
+    table = {"transition": _WALK, "transition_backward": _WALK_BACK}.get(kernel, _PARALLEL)
+    widest = max(16, 1 << (shape.v_dim - 1).bit_length())
+    return list(dict.fromkeys([default, *(Tile(*values) for values in table if values[0] <= widest)]))
+
+
+class Bench(Protocol):
+    """What the search asks of the device, for shapes that differ in `tokens` only."""
+
+    def compile(self, tiles: Sequence[tuple[str, Tile]], seconds: float) -> Mapping[tuple[str, Tile], str]:
+        """Compiles (kernel, tile) pairs within about this time; returns those that cannot be used, and why."""
+
+    def check(self, plan: Plan) -> str | None:
+        """Why this plan is not right, compared with float64; None if it is."""
+
+    def prepare(self, shape: Shape, plan: Plan) -> None:
+        """What follows is timed for this shape."""
+
+    def time_kernel(self, kernel: str, tile: Tile) -> Timing: ...
+
+    def time_forward(self, plan: Plan) -> Timing: ...
+
+    def time_backward(self, plan: Plan) -> Timing: ...
+
+
+class OutOfTime(Exception):
+    pass
+
+
+@dataclass
+class Search:
+    """The search for the shapes of one bench. `clock` tells seconds, `deadline` is when to stop."""
+
+    bench: Bench
+    default: Plan
+    say: Say = print
+    clock: Callable[[], float] = time.monotonic
+    deadline: float = float("inf")
+
+    def __post_init__(self) -> None:
+        self.verdicts: dict[Plan, str | None] = {}
+
+    def compile(self, shape: Shape) -> dict[str, list[Tile]]:
+        """The candidates of each kernel that compile and are right."""
+        candidates = {name: candidate_tiles(name, shape, getattr(self.default, name)) for name in KERNELS}
+        # The default's first, then the other kernels' second candidates and so on: useful wherever the time ends.
+        rounds = itertools.zip_longest(*([(name, tile) for tile in tiles] for name, tiles in candidates.items()))
+        pairs = [pair for batch in rounds for pair in batch if pair is not None]
+        failures = self.bench.compile(pairs, 0.6 * (self.deadline - self.clock()))
+        reason = self.verdict(self.default)
+        if reason is not None:
+            raise ValueError(f"the default plan is not right here ({reason}); run stateflow doctor")
+        usable = {}
+        for name, tiles in candidates.items():
+            usable[name] = []
+            for tile in tiles:
+                reason = None
+                if tile != getattr(self.default, name):
+                    reason = failures.get((name, tile)) or self.verdict(replace(self.default, **{name: tile}))
+                if reason is None:
+                    usable[name].append(tile)
+                else:
+                    self.say(f"  {name} {_short(tile)} dropped: {reason}")
+        return usable
+
+    def verdict(self, plan: Plan) -> str | None:
+        if plan not in self.verdicts:
+            self.verdicts[plan] = self.bench.check(plan)
+        return self.verdicts[plan]
+
+    def tune(self, shape: Shape, usable: Mapping[str, Sequence[Tile]]) -> Entry:
+        """The best plan within the time; with no time left, the default as it is."""
+        self.bench.prepare(shape, self.default)
+        evidence = {"date": datetime.date.today().isoformat(), "complete": True}
+        plan, fastest = self.default, {}
+        try:
+            for name in KERNELS:
+                fastest[name] = self._kernel(name, usable[name], evidence)
+                plan = replace(plan, **{name: fastest[name][0]})
+            plan = self._whole(self._checked(plan), fastest)
+        except OutOfTime:
+            evidence["complete"] = False
+            self.say("  the time is over: the rest stays at the default")
+        return self._entry(shape, plan, evidence)
+
+    def _in_time(self) -> None:
+        if self.clock() >= self.deadline:
+            raise OutOfTime
+
+    def _kernel(self, name: str, tiles: Sequence[Tile], evidence: dict) -> list[Tile]:
+        """The tiles by time; the default first unless another one beats it."""
+        default = getattr(self.default, name)
+        times = {}
+        for tile in tiles:
+            self._in_time()
+            times[tile] = self.bench.time_kernel(name, tile)
+        order = sorted(times, key=lambda tile: times[tile].median)
+        if default in times and not times[order[0]].beats(times[default]):
+            order.remove(default)
+            order.insert(0, default)
+        shown = [f"{_short(tile)} {times[tile].median:.3f}" for tile in order[:4]]
+        self.say(f"  {name}: {', '.join(shown)} ms; default {_short(default)}")
+        evidence.setdefault("kernels_ms", {})[name] = {_short(t): round(times[t].median, 4) for t in order[:4]}
+        return order
+
+    def _whole(self, serial: Plan, fastest: Mapping[str, Sequence[Tile]]) -> Plan:
+        """Forward and backward by themselves: each with what runs beside what, and the tiles of its walk for that."""
+        forward = [
+            dict(cuts=cuts, transition=tile) for cuts in CUTS for tile in fastest["transition"][:BESIDE]
+        ]
+        plan = self._options("forward", serial, forward, self.bench.time_forward)
+        # ST of the backward's replay has the forward's tile.
+        backward = [
+            dict(**options, transition_backward=tile)
+            for options in BACKWARDS
+            for tile in fastest["transition_backward"][:BESIDE]
+        ]
+        return self._options("backward", plan, backward, self.bench.time_backward)
+
+    def _options(
+        self, name: str, serial: Plan, options: Sequence[dict], time_plan: Callable[[Plan], Timing]
+    ) -> Plan:
+        best, best_time = serial, time_plan(serial)
+        serial_time = best_time
+        for option in options:
+            plan = replace(serial, **option)
+            reason = self.verdict(plan)
+            if reason is not None:
+                self.say(f"  {name} with {option} dropped: {reason}")
+                continue
+            self._in_time()
+            timing = time_plan(plan)
+            if timing.median < best_time.median and timing.beats(serial_time):
+                best, best_time = plan, timing
+        what = "nothing overlaps" if best is serial else f"cuts {best.cuts}" if name == "forward" else (
+            f"cuts {best.backward_cuts}, overlap {best.overlap_backward}"
+        )
+        self.say(f"  {name}: serial {serial_time.median:.3f} ms, best {best_time.median:.3f} ms ({what})")
+        return best
+
+    def _checked(self, plan: Plan) -> Plan:
+        reason = self.verdict(plan)
+        if reason is None:
+            return plan
+        self.say(f"  the kernels together are not right ({reason}): the default stays")
+        return self.default
+
+    def _entry(self, shape: Shape, plan: Plan, evidence: dict) -> Entry:
+        """Timed once more as a whole: the default stays where the plan is not faster."""
+        plan = self._checked(plan)
+        default = tuned = self.bench.time_forward(self.default), self.bench.time_backward(self.default)
+        if plan != self.default:
+            tuned = self.bench.time_forward(plan), self.bench.time_backward(plan)
+            if sum(timing.median for timing in tuned) > sum(timing.median for timing in default):
+                plan, tuned = self.default, default
+        for prefix, timings in (("", tuned), ("default_", default)):
+            evidence |= {
+                f"{prefix}{name}_ms": round(timing.median, 4)
+                for name, timing in zip(("forward", "backward"), timings, strict=True)
+            }
+        self.say(f"  {_sum(tuned)} ms, default {_sum(default)} ms")
+        return Entry(shape, plan, evidence)
+
+
+def _sum(timings: Sequence[Timing]) -> str:
+    return " + ".join(f"{timing.median:.3f}" for timing in timings)
+
+
+def _short(tile: Tile) -> str:
+    return f"{tile.block_v}/{tile.num_warps}/{tile.num_stages}"
+
+
+def groups_of(shapes: Sequence[Shape]) -> list[list[Shape]]:
+    """The shapes that have kernels in common: all but the number of tokens is the same."""
+    groups: dict[Shape, list[Shape]] = {}
+    for shape in shapes:
+        groups.setdefault(replace(shape, tokens=1), []).append(shape)
+    return list(groups.values())
+
+
+def tune(
+    shapes: Sequence[Shape],
+    make_bench: Callable[[Shape], Bench],
+    default_for: Callable[[Shape], Plan],
+    environment: Environment,
+    out: Path,
+    seconds: float,
+    say: Say = print,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Entry]:
+    """Tunes all shapes within about `seconds`, writing each entry as soon as it is there.
+
+    The time that is left is shared evenly among the groups of shapes that are left, then among a group's shapes.
+    """
+    end = clock() + seconds
+    entries, groups = [], groups_of(shapes)
+    for i, group in enumerate(groups):
+        stop = clock() + (end - clock()) / (len(groups) - i)
+        say(f"{group[0].num_heads} heads, {group[0].k_dim} x {group[0].v_dim}, {group[0].dtype}: compiling")
+        search = Search(make_bench(group[0]), default_for(group[0]), say, clock, stop)
+        usable = search.compile(group[0])
+        for j, shape in enumerate(group):
+            search.deadline = clock() + (stop - clock()) / (len(group) - j)
+            say(f"{shape}:")
+            entries.append(search.tune(shape, usable))
+            save(out, environment, entries[-1:])
+    return entries
+
+
+def run(shapes: Sequence[Shape], out: Path | None, seconds: float | None, turns: Turns | None = None) -> int:
+    """The command: tunes on the current GPU and prints what was found.
+
+    Raises:
+        ValueError: there is no GPU, or `out` holds no table for it.
+    """
+    import torch
+
+    from stateflow.bench.measure import require_cuda
+    from stateflow.planning.kernel_bench import KernelBench
+    from stateflow_kernels import plans
+    from stateflow_kernels.gated_delta_rule import default_plan
+
+    require_cuda("stateflow tune-kernels")
+    device = torch.device("cuda", torch.cuda.current_device())
+    environment = plans.environment_of(device)
+    path = plans.user_table_path(environment) if out is None else out
+    if path.exists():
+        save(path, environment, [])  # refuses now, not after the measurements
+
+    def default_for(shape: Shape) -> Plan:
+        dtype = getattr(torch, shape.dtype)
+        return default_plan(shape.k_dim, shape.v_dim, dtype, plans.shared_memory_of(device))
+
+    if seconds is None:
+        seconds = SECONDS_A_GROUP * len(groups_of(shapes)) + SECONDS_A_SHAPE * len(shapes)
+    print(f"{len(shapes)} shapes on {environment}, at most about {seconds:.0f} s")
+
+    def make_bench(shape: Shape) -> Bench:
+        return KernelBench(shape, device, turns or Turns(None))
+
+    tune(shapes, make_bench, default_for, environment, path, seconds)
+    print(f"written: {path}")
+    return 0

@@ -1,0 +1,249 @@
+"""``stateflow bench pipeline``: whole training steps under torchtitan's 1F1B and under StateFlow, in one run.
+
+Every row is the same config, and so the same model, kernels, loss, compile and recomputation settings, with other
+overrides: the baseline ``[stateflow] enable = false`` (torchtitan's own schedule, gradient scale corrected), then one
+row for each number of chunks and skew.  All rows start from the same weights and data; a row whose first losses are not
+the baseline's is marked and gets no speed-up.  A row that runs out of memory or hangs is a result like another: its
+processes end, and the remaining rows run in fresh ones.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from subprocess import STDOUT
+
+import torch
+import torch.distributed as dist
+
+from stateflow.launch import run_to_its_end
+
+LOSS_TOLERANCE = {"bfloat16": 5e-3, "float16": 5e-3, "float32": 1e-5}  # relative, first steps
+# Dense bf16 peaks by the vendor's datasheets, for the MFU.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+
+@dataclass
+class Row:
+    """One measured configuration; times are whole optimizer steps, the slowest rank's."""
+
+    name: str
+    overrides: list[str]
+    seq_len: int
+    microbatches: int
+    chunks: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_gib: list[float] = field(default_factory=list)
+    flops_per_token: float = 0.0
+    error: str = ""
+
+    def tokens_per_second(self, world_size: int, replicas: int = 1) -> float:
+        """Per device, from the median step."""
+        return self.seq_len * self.microbatches * replicas / statistics.median(self.seconds) / world_size
+
+
+def make_rows(
+    seq_lens: Sequence[int], microbatches: Sequence[int], num_chunks: Sequence[int], skews: Sequence[float]
+) -> list[Row]:
+    """The baseline and one row for each (N, alpha), for every sequence length and number of microbatches."""
+    rows = []
+    for seq_len, count in product(seq_lens, microbatches):
+        common = [
+            f"--training.seq_len={seq_len}", f"--training.local_batch_size={count}", "--validation.no-enable",
+            "--checkpoint.no-enable", "--metrics.no-enable-tensorboard",
+        ]
+        rows.append(Row("1F1B", [*common, "--stateflow.no-enable"], seq_len, count))
+        for n, skew in product(num_chunks, skews):
+            chosen = ["--stateflow.enable", f"--stateflow.num_chunks={n}", f"--stateflow.skew={skew}"]
+            rows.append(Row(f"N={n} alpha={skew:g}", [*common, *chosen], seq_len, count))
+    return rows
+
+
+# ------------------------------------------------------------------ the calling process
+def run(
+    titan_args: Sequence[str], rows: list[Row], *, nproc: int, steps: int, warmup: int, row_timeout: float,
+    json_path: Path | None,
+) -> int:
+    """Measures the rows, prints the table as it grows, and returns 0 if the baseline and one other row ran."""
+    done: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        results, log = Path(folder) / "rows.jsonl", Path(folder) / "log"
+        while len(done) < len(rows):
+            left = rows[len(done) :]
+            options = {
+                "rows": [asdict(row) for row in left], "steps": steps, "warmup": warmup, "timeout": row_timeout,
+                "results": str(results),
+            }
+            results.unlink(missing_ok=True)
+            env = {
+                "OMP_NUM_THREADS": "1", **os.environ, "STATEFLOW_BENCH": json.dumps(options), "PYTHONUNBUFFERED": "1"
+            }
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
+                "-m", "stateflow.titan.bench", *titan_args,
+            ]
+            with log.open("w") as stream:
+                status = run_to_its_end(command, env=env, stdout=stream, stderr=STDOUT)
+            lines = results.read_text().splitlines() if results.exists() else []
+            measured = []
+            for line in lines:
+                row = Row(**json.loads(line))
+                # Of a row that failed on several ranks the first word counts.
+                if not any(row.overrides == other.overrides for other in measured):
+                    measured.append(row)
+            if not measured or (status and not measured[-1].error):
+                # The row that ended its processes without a word.
+                lost = left[len(measured)] if len(measured) < len(left) else None
+                if lost is not None:
+                    lost.error = f"failed: {_last_error(log)}"
+                    measured.append(lost)
+            for row in measured:
+                done.append(row)
+                print(format_row(row, _baseline(done, row), nproc), flush=True)
+            if json_path is not None:
+                if status:
+                    json_path.with_suffix(".log").write_text(log.read_text(errors="replace")[-100_000:])
+                json_path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in done))
+    good = [row for row in done if not row.error]
+    return 0 if any(row.name == "1F1B" for row in good) and len(good) > 1 else 1
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return (errors or lines or ["no output"])[-1][-300:]
+
+
+def _baseline(done: Sequence[Row], row: Row) -> Row | None:
+    for other in done:
+        if other.name == "1F1B" and (other.seq_len, other.microbatches) == (row.seq_len, row.microbatches):
+            return None if other.error else other
+    return None
+
+
+def losses_agree(row: Row, baseline: Row, dtype: str = "bfloat16") -> bool:
+    """Whether the first losses are the baseline's, within the rounding of ``dtype``."""
+    pairs = list(zip(row.losses, baseline.losses, strict=False))
+    return bool(pairs) and all(abs(a - b) <= LOSS_TOLERANCE[dtype] * abs(b) for a, b in pairs)
+
+
+HEADER = f"{'tokens':>8} {'M':>3}  {'row':<16} {'s/step':>8} {'spread':>7} {'tok/s/GPU':>10} {'MFU %':>6} " \
+    f"{'vs 1F1B':>8} {'of bound':>8}  peak GiB a rank"
+
+
+def format_row(row: Row, baseline: Row | None, world_size: int) -> str:
+    """One line of the table; ``of bound``: share of the speed-up (M + P - 1) / (M + (P - 1) / N) reached."""
+    head = f"{row.seq_len:>8} {row.microbatches:>3}  {row.name:<16}"
+    if row.error:
+        return f"{head} {row.error}"
+    median = statistics.median(row.seconds)
+    spread = (max(row.seconds) - min(row.seconds)) / median
+    rate = row.tokens_per_second(world_size)
+    peak = next((f for name, f in PEAK_FLOPS.items() if name in _device_name()), None)
+    mfu = f"{100 * rate * row.flops_per_token / peak:.1f}" if peak else "-"
+    speedup = bound = "-"
+    if baseline is not None and baseline is not row:
+        if losses_agree(row, baseline):
+            gain = statistics.median(baseline.seconds) / median
+            m, p, n = row.microbatches, world_size, max(1, len(row.chunks))
+            speedup, bound = f"{gain:.3f}x", f"{100 * gain / ((m + p - 1) / (m + (p - 1) / n)):.0f} %"
+        else:
+            speedup = "LOSS!"
+    peaks = " / ".join(f"{g:.1f}" for g in row.peak_gib)
+    return f"{head} {median:>8.3f} {100 * spread:>5.1f} % {rate:>10,.0f} {mfu:>6} {speedup:>8} {bound:>8}  {peaks}"
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+# ------------------------------------------------------------------------- the workers
+def measure(row: Row, titan_args: Sequence[str], *, steps: int, warmup: int) -> Row:
+    """Runs one row in this rank's process; on rank 0 the row comes back filled in."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.train import Trainer
+
+    config = ConfigManager().parse_args([*titan_args, *row.overrides])
+    config.metrics.log_freq = 1
+    cuda = torch.cuda.is_available()
+    trainer = Trainer(config)
+    group = dist.new_group(backend="gloo")
+    losses: list[float] = []
+    trainer.metrics_processor.log = lambda step, avg_loss, *args, **kwargs: losses.append(float(avg_loss))
+    trainer.checkpointer.load(step=-1)
+    batches = trainer.batch_generator(trainer.dataloader)
+    seconds = []
+    for step in range(1, warmup + steps + 1):
+        trainer.step = step
+        # The next batch is read before the clock starts: data loading is not what is compared.
+        batch = [next(batches) for _ in range(trainer.gradient_accumulation_steps)]
+        if step == warmup + 1 and cuda:
+            torch.cuda.reset_peak_memory_stats()
+        _synchronize(cuda)
+        dist.barrier(group=group)
+        start = time.perf_counter()
+        trainer.train_step(iter(batch))
+        _synchronize(cuda)
+        if step > warmup:
+            seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (seconds, peak, losses), group=group)
+    row.seconds = [max(times) for times in zip(*(entry[0] for entry in every), strict=True)]
+    row.peak_gib = [entry[1] for entry in every]
+    # Only the first rank of the last stage knows the loss; the others log -1.
+    row.losses = every[len(every) // trainer.parallel_dims.pp * (trainer.parallel_dims.pp - 1)][2]
+    row.flops_per_token = float(trainer.metrics_processor.num_flops_per_token)
+    schedule = getattr(trainer, "pp_schedule", None)
+    row.chunks = list(schedule.plan.lengths) if hasattr(schedule, "plan") else []
+    trainer.close()
+    return row
+
+
+def _synchronize(cuda: bool) -> None:
+    if cuda:
+        torch.cuda.synchronize()
+
+
+def _worker() -> None:
+    from torchtitan.tools.logging import init_logger
+
+    import stateflow.titan  # noqa: F401
+
+    options = json.loads(os.environ["STATEFLOW_BENCH"])
+    init_logger()
+    for row in (Row(**fields) for fields in options["rows"]):
+        faulthandler.dump_traceback_later(options["timeout"], exit=True)  # a hang ends here, with every stack
+        error = ""
+        try:
+            row = measure(row, sys.argv[1:], steps=options["steps"], warmup=options["warmup"])
+        except torch.OutOfMemoryError as out_of_memory:
+            error = f"out of memory: {str(out_of_memory)[:120]}"
+        except (ValueError, RuntimeError) as failure:
+            error = f"{type(failure).__name__}: {str(failure)[:300]}"
+        faulthandler.cancel_dump_traceback_later()
+        if error or os.environ["RANK"] == "0":
+            row.error = error
+            with Path(options["results"]).open("a") as stream:
+                stream.write(json.dumps(asdict(row)) + "\n")
+        if error:
+            os._exit(1)  # the other ranks may wait in a collective: the launcher ends them
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _worker()

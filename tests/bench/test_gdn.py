@@ -1,0 +1,302 @@
+"""`stateflow bench gdn` without a GPU: who may be timed, how processes meet, the report, the command line."""
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from stateflow.bench import gdn, gdn_worker
+from stateflow.bench.gdn_contestants import DEFAULT, OURS, SERIAL, SERIAL_64, Absent, Contestant, contestants
+from stateflow.bench.gdn_report import render
+from stateflow.bench.gdn_worker import Parity, Spec, Worker, done_path, sample_path
+from stateflow.bench.measure import Memory, Timing, read_rows
+from stateflow.cli import build_parser, main
+from stateflow.recurrence import gated_delta_rule
+from stateflow.recurrence.self_check import NAMES
+from stateflow_kernels.plan_table import Shape, from_json, to_json
+from stateflow_kernels.primitives import INTERPRETED
+
+CPU = torch.device("cpu")
+SHAPE = Shape("gated_delta_rule", 2, 2, 32, 32, "float16", 1, 130)
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+FIGURES = {
+    name: Timing(ms, ms, ms, 15).json()
+    for name, ms in dict(forward=1.0, backward=2.0, forward_device=0.9, backward_device=1.0).items()
+} | {"memory_mb": vars(Memory(100.0, 200.0, 50.0))}
+
+
+def reference(q, k, v, g, beta, initial_state, **options):
+    assert options.pop("output_final_state") and options.pop("use_qk_l2norm_in_kernel")
+    return gated_delta_rule(q, k, v, g, beta, initial_state, backend="chunk", use_qk_l2norm_in_kernel=True)
+
+
+def without_state(q, k, v, g, beta, initial_state, **options):
+    return reference(q, k, v, g, beta, 0 * initial_state, **options)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Puts a function in the place of FLA."""
+
+    def put(op):
+        for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        sys.modules["fla.ops.gated_delta_rule"].chunk_gated_delta_rule = op
+
+    return put
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """No device: figures are made up, all else is done."""
+    monkeypatch.setattr(gdn_worker, "measure", lambda *_: FIGURES)
+    monkeypatch.setattr(gdn_worker, "PARITY_TOKENS", 70)
+    monkeypatch.setattr(Worker, "compile", lambda *_: None)
+    monkeypatch.setattr(Worker, "walks", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("stateflow.bench.measure.Turns.for_autotuning", lambda self: None)
+    return tmp_path
+
+
+def rows_of(group: str, work: Path, shapes=(SHAPE,)) -> list[dict]:
+    path = work / f"{group}.jsonl"
+    worker = Worker(Spec(group, shapes, str(path), str(work), 10), CPU)
+    worker.parity.num_tokens = 70
+    worker.run()
+    return read_rows(path)
+
+
+@interpreted
+def test_ours_then_a_peer(work, install):
+    ours = rows_of(OURS, work)
+    assert [row["contestant"] for row in ours] == [OURS, SERIAL, DEFAULT, SERIAL_64]
+    assert all(row["forward"]["median"] == 1.0 and not row["tuned"] for row in ours)
+    assert ours[0]["agreement"] is None and ours[0]["plan"] and ours[0]["plan_source"] == "default"
+    assert set(ours[1]["agreement"].values()) == {0.0}, "the same plan"
+    assert all(0 < error < 5e-3 for row in ours for error in row["errors"].values())
+    assert sample_path(work, SHAPE).exists()
+    install(reference)
+    (row,) = rows_of("fla", work)
+    assert row["contestant"] == "fla" and "failed" not in row
+    assert row["agreement"].keys() == row["errors"].keys() == set(NAMES)
+    assert 0 < max(row["agreement"].values()) < 5e-3
+
+
+def test_a_wrong_peer_is_not_timed(work, install):
+    done_path(work).touch()
+    install(without_state)
+    (row,) = rows_of("fla", work)
+    assert row["failed"].startswith("ValueError: differs from float64: o ") and "forward" not in row
+
+
+def test_a_peer_that_disagrees_at_the_timed_shape_is_not_timed(work, install):
+    torch.save({name: torch.zeros(()) for name in NAMES}, sample_path(work, SHAPE))
+    install(reference)
+    (row,) = rows_of("fla", work)
+    assert row["failed"].startswith("disagrees with ours: o ") and "forward" not in row
+    assert row["errors"]["o"] < 1e-3
+
+
+def test_a_peer_that_fails_or_lacks_memory_is_a_row(work, install):
+    done_path(work).touch()
+
+    def fails_when_long(q, *args, **options):
+        if q.shape[1] == 300:
+            raise torch.OutOfMemoryError("too much")
+        if q.shape[1] == 200:
+            raise RuntimeError("a long story\nno such kernel")
+        return reference(q, *args, **options)
+
+    install(lambda q, **options: fails_when_long(q, **options))
+    shapes = [from_json(Shape, to_json(SHAPE) | {"tokens": n}) for n in (300, 200, 100)]
+    rows = rows_of("fla", work, shapes)
+    assert {row["tokens"]: row.get("failed", "timed") for row in rows} == {
+        300: "out of memory", 200: "RuntimeError: a long story\nno such kernel", 100: "timed"
+    }  # fmt: skip
+
+
+def test_absent_peers_are_skipped_with_a_word(work, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    (row,) = rows_of("fla", work)
+    assert row["skipped"].startswith("fla.ops.gated_delta_rule cannot be imported (")
+    with pytest.raises(Absent, match="128 x 128 only"):
+        contestants("flashqla", SHAPE, CPU)
+
+
+def test_parity_is_computed_once_for_all_lengths():
+    calls = []
+
+    def call(*inputs):
+        calls.append(inputs[0].shape[1])
+        return gated_delta_rule(*inputs, backend="chunk", use_qk_l2norm_in_kernel=True)
+
+    parity, contestant = Parity(CPU, 70), Contestant("x", call)
+    first = parity.errors(contestant, SHAPE)
+    longer = parity.errors(contestant, from_json(Shape, to_json(SHAPE) | {"tokens": 999}))
+    assert first is longer and calls == [70]
+
+
+def test_specs_are_files():
+    spec = Spec("fla", (SHAPE,), "rows", "work", 10)
+    assert from_json(Spec, json.loads(json.dumps(to_json(spec)))) == spec
+
+
+def options(*args: str):
+    return build_parser().parse_args(["bench", "gdn", *args])
+
+
+def test_shapes(monkeypatch):
+    shapes = gdn.shapes_of([20, 10], [8192, 65536], [(128, 128), (96, 192)], "bfloat16", (12, 16384))
+    assert len(shapes) == 9 and shapes[-1].num_heads == 12 and shapes[-1].k_dim == 128
+    assert options().untuned == (12, 16384) and options("--untuned", "none").untuned is None
+    assert options("--peers").peers == [] and options("--dims", "64x32").dims == [(64, 32)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--runs", "3"], "--runs 3: a median needs 10 or more"),
+        (["--peer-tokens", "4096"], "is not among ours"),
+        (["--dims", "12x128"], "K must be a multiple of 8"),
+        ([], "stateflow bench measures on a CUDA device and there is none here"),
+    ],
+)
+def test_wrong_calls(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "gdn", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_peer_path_must_be_a_folder(capsys):
+    for value in ("fla=/no/such/folder", "flo=/", "/tmp"):
+        with pytest.raises(SystemExit):
+            options("--peer-path", value)
+    assert "/no/such/folder" in capsys.readouterr().err
+
+
+def test_a_peers_folder_comes_first_in_its_process_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    paths = gdn.worker_env("fla", tmp_path)["PYTHONPATH"].split(os.pathsep)
+    assert paths[0] == str(tmp_path) and paths[-1] == "/elsewhere"
+    assert any((Path(p) / "stateflow").is_dir() for p in paths)
+    assert gdn.worker_env("fla", None)["FLA_TILELANG"] == "0"
+    own = gdn.worker_env("ours", None)
+    assert str(tmp_path) not in own["PYTHONPATH"] and "FLA_TILELANG" not in own
+
+
+def test_a_process_that_dies_or_takes_too_long_is_a_row(tmp_path, monkeypatch, capsys):
+    def start(group: str, program: str) -> gdn.Process:
+        monkeypatch.setattr(gdn.sys, "executable", "/bin/sh")
+        command = tmp_path / f"{group}.sh"
+        command.write_text(program)
+        popen = gdn.subprocess.Popen
+        monkeypatch.setattr(gdn.subprocess, "Popen", lambda _, **kw: popen(["/bin/sh", str(command)], **kw))
+        process = gdn.Process(group, [SHAPE], tmp_path / "rows", tmp_path, 10, None)
+        monkeypatch.setattr(gdn.subprocess, "Popen", popen)
+        return process
+
+    start("fla", "echo told; exit 3").wait(60)
+    slow = start("flashqla", "exec sleep 60")
+    slow.wait(0.2)
+    assert slow.process.poll() is not None
+    failed = {row["contestant"]: row["failed"] for row in read_rows(tmp_path / "rows")}
+    assert failed == {
+        "fla": "the process fla-2 ended with status 3",
+        "flashqla": "the process flashqla-2 was stopped after 0 s",
+    }
+    assert "told" in capsys.readouterr().out
+
+
+@pytest.fixture
+def no_processes(monkeypatch, tmp_path):
+    """What `bench gdn` starts and in which order, without starting it."""
+    log = []
+
+    class Fake:
+        def __init__(self, group, shapes, rows, work, runs, path):
+            self.group, self.rows, self.work = group, rows, work
+            log.append((group, path, [(shape.num_heads, shape.tokens) for shape in shapes]))
+
+        def wait(self, seconds):
+            assert done_path(self.work).exists() == (self.group != OURS), "peers may wait for ours until it ends"
+            log.append(("wait", self.group, seconds))
+            if self.group == OURS:
+                self.rows.write_text("".join(json.dumps(row) + "\n" for row in report_rows()))
+
+        def end(self):
+            log.append(("end", self.group))
+
+    monkeypatch.setattr(gdn, "Process", Fake)
+    monkeypatch.setattr(gdn, "require_cuda", lambda what: None)
+    monkeypatch.setenv("STATEFLOW_PLAN_TABLE", "")
+
+    def tune(shapes, table, seconds, turns):
+        log.append(("tune", [(s.num_heads, s.k_dim, s.tokens) for s in shapes], seconds))
+        table.write_text("{}")
+        raise RuntimeError("the device broke")
+
+    monkeypatch.setattr("stateflow.planning.kernel_tuning.run", tune)
+    return log
+
+
+def test_the_order_of_things(no_processes, tmp_path, capsys):
+    arguments = ["--heads", "20", "10", "--tokens", "8192", "65536", "--dims", "128x128", "--untuned", "12x4096"]
+    arguments += ["--peers", "fla", "--peer-path", f"fla={tmp_path}", "--peer-untuned", "--peer-timeout", "60"]
+    arguments += ["--tune", str(tmp_path / "table"), "--tune-heads", "10", "--markdown", str(tmp_path / "table.md")]
+    assert main(["bench", "gdn", *arguments]) == 0
+    both = [(20, 8192), (20, 65536), (10, 8192), (10, 65536)]
+    assert no_processes == [
+        *[("fla", tmp_path, sorted(both[i : i + 2], reverse=True)) for i in (0, 2)],
+        ("fla", tmp_path, [(12, 4096)]),
+        ("tune", [(10, 128, 8192), (10, 128, 65536)], None),
+        (OURS, None, [*both, (12, 4096)]),
+        ("wait", OURS, None),
+        *[("wait", "fla", 60.0)] * 3,
+        *[("end", "fla")] * 3,
+        ("end", OURS),
+    ]
+    assert os.environ["STATEFLOW_PLAN_TABLE"] == str(tmp_path / "table")
+    assert "ours / FLA" in (tmp_path / "table.md").read_text()
+    assert "the device broke" in capsys.readouterr().err
+
+
+def report_rows() -> list[dict]:
+    plan = to_json(contestants(OURS, SHAPE, CPU)[0].plan)
+    sizes = dict(heads=20, tokens=8192, k_dim=128, v_dim=128)
+    common = dict(kind="time", **sizes, errors={"o": 1e-3}, versions={"triton": "3.6.0"})
+    slow = FIGURES | {"backward": Timing(5.0, 5.0, 5.0, 15).json()}
+    return [
+        {**common, **FIGURES, "contestant": OURS, "plan": plan, "tuned": True},
+        {**common, **slow, "contestant": SERIAL, "plan": plan, "tuned": True},
+        {**common, **slow, "contestant": "fla", "versions": {"triton": "3.7.1"}},
+        {**common, **FIGURES, "contestant": OURS, "plan": plan, "tuned": False, "tokens": 4096},
+        {**common, "contestant": "flashqla", "failed": "out of memory"},
+        dict(kind="process", contestant="flashqla", failed="stopped after 60 s"),
+        dict(kind="walk", kernel="transition", tile={"block_v": 16}, time=Timing(0.5, 0.5, 0.5, 15).json(), **sizes),
+        dict(kind="walk", kernel="transition", tile={"block_v": 64}, failed="no room", **sizes),
+    ]
+
+
+def test_the_report():
+    text = render(report_rows())
+    assert "| 20 | 8,192 | 128 x 128 | 1.000 / 2.000* | 1.000 / 5.000* | 0.50 |  |" in text
+    assert "| 20 | 4,096 | 128 x 128 | 1.000 / 2.000* |  |  | not tuned |" in text
+    assert "| 2.00x |" in text, "the gain of overlap: the serial plan's time by the plan's"
+    assert "* ours; ours, serial; flashqla: triton 3.6.0\n* fla: triton 3.7.1" in text
+    assert "| ST, BV 16 | ST, BV 64 |" in text and "| 0.500 | failed |" in text
+    assert "* flashqla, 20 heads of 128 x 128: out of memory (8,192 tokens)" in text
+    assert "* flashqla: stopped after 60 s" in text
+    assert "| 100 / 200 / 50 |" in text
+    assert render([]) == ""
+
+
+def test_rendering_again(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in report_rows()))
+    assert main(["bench", "gdn", "--render", str(path), "--markdown", str(tmp_path / "table.md")]) == 0
+    assert (tmp_path / "table.md").read_text() == capsys.readouterr().out

@@ -1,0 +1,73 @@
+"""The shapes that a config's run gives the kernels."""
+
+from pathlib import Path
+
+import pytest
+
+from stateflow.cli import main, parse_config
+from stateflow.planning.kernel_shapes import config_shapes, explicit_shapes
+from stateflow_kernels.plan_table import Shape
+
+DEMO = Path(__file__).parents[2] / "titan_configs" / "demo.toml"
+
+
+def of(*overrides: str) -> list[Shape]:
+    return config_shapes(parse_config(["--job.config_file", str(DEMO), *overrides]))
+
+
+def test_the_demo():
+    assert of() == [Shape("gated_delta_rule", 4, 4, 32, 40, "float32", 1, 512)]
+
+
+def test_whole_sequences_without_chunks_and_without_pipeline():
+    assert of("--stateflow.no-enable")[0].tokens == 2048
+    (shape,) = of("--parallelism.pipeline_parallel_degree", "1")
+    assert (shape.tokens, shape.batch) == (2048, 2)
+
+
+def test_unequal_chunks_are_as_many_buckets():
+    lengths = ("--stateflow.num-chunks", "None", "--stateflow.chunk-lengths", "1024", "768", "256")
+    assert [shape.tokens for shape in of(*lengths)] == [256, 1024]
+
+
+def test_tensor_parallelism_cuts_heads():
+    (shape,) = of("--parallelism.tensor_parallel_degree", "2")
+    assert (shape.num_heads, shape.num_key_heads) == (2, 2)
+    shared = ("--stateflow.model.num-heads", "1", "--stateflow.model.num-v-heads", "4")
+    (shape,) = of("--parallelism.tensor_parallel_degree", "2", *shared)
+    assert (shape.num_heads, shape.num_key_heads) == (2, 1)
+
+
+def test_the_compute_dtype():
+    low = ("--training.mixed_precision_param", "bfloat16")
+    sharded = ("--parallelism.data_parallel_shard_degree", "2")
+    assert of(*low, *sharded)[0].dtype == "bfloat16"
+    assert of(*low, "--parallelism.data_parallel_shard_degree", "1")[0].dtype == "float32"
+
+
+def test_explicit_shapes():
+    shapes = explicit_shapes([20, 10], [8192, 8000, 100], 128, 64, "float16", key_heads=5)
+    assert [(s.num_heads, s.num_key_heads, s.tokens) for s in shapes] == [
+        (20, 5, 128), (20, 5, 8192), (10, 5, 128), (10, 5, 8192)
+    ]  # fmt: skip
+    for arguments, message in [
+        (([20], [0], 128, 128, "bfloat16"), r"tokens \[0\]"),
+        (([20], [64], 12, 128, "bfloat16"), "K must be a multiple of 8"),
+        (([20], [64], 128, 128, "float64"), "dtype 'float64'"),
+        (([20], [64], 128, 128, "bfloat16", 1, 6), "20 heads are no multiple of 6 key heads"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            explicit_shapes(*arguments)
+
+
+def test_refusals(capsys):
+    with pytest.raises(ValueError, match="has no gdn layer"):
+        of("--stateflow.model.pattern", "attention")
+    with pytest.raises(ValueError, match="uses no kernels"):
+        of("--stateflow.kernels", "reference")
+    assert main(["tune-kernels"]) == 2
+    assert main(["tune-kernels", str(DEMO), "--heads", "4"]) == 2
+    assert main(["tune-kernels", "--heads", "4", "--what"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0] == "stateflow: tune-kernels needs a config, or shapes: --heads 20 --tokens 8192"
+    assert "leave one out" in errors[1] and errors[2] == "stateflow: unknown argument --what"

@@ -1,0 +1,222 @@
+"""The search for plans with a made-up device, and what it launches on a real (or interpreted) one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stateflow.bench.measure import Timing, Turns
+from stateflow.planning import kernel_tuning
+from stateflow.planning.kernel_bench import KernelBench, all_tiles, compile_jobs
+from stateflow.planning.kernel_launches import EPS, KERNELS, Launches, random_inputs
+from stateflow.planning.kernel_tuning import BACKWARDS, CUTS, candidate_tiles, groups_of, tune
+from stateflow_kernels import gated_delta_rule as kernels
+from stateflow_kernels.gated_delta_rule import Plan, Tile, default_plan
+from stateflow_kernels.plan_table import Environment, Shape, load
+from tests.kernels.kernel_testing import on_devices
+
+HERE = Environment("a_gpu", "2.11", "3.6.0", "12.8.93")
+SHAPE = Shape("gated_delta_rule", 20, 20, 128, 128, "bfloat16", 1, 8192)
+SMALL = Shape("gated_delta_rule", 2, 1, 32, 48, "float16", 1, 130)
+
+
+class FakeBench:
+    """Kernels take 1 ms each, the whole the sum of them; tiles, cuts and overlap as `times` and `gains` say."""
+
+    def __init__(self, times=None, gains=None, wrong=(), failures=None, noise=0.0):
+        self.times, self.gains, self.wrong = times or {}, gains or {}, wrong
+        self.failures, self.noise = failures or {}, noise
+        self.now, self.checked, self.timed = 0.0, [], []
+
+    def clock(self) -> float:
+        return self.now
+
+    def compile(self, tiles, seconds):
+        self.compiled, self.seconds = list(tiles), seconds
+        return self.failures
+
+    def check(self, plan):
+        self.checked.append(plan)
+        bad = [name for name in KERNELS if (name, getattr(plan, name)) in self.wrong]
+        return f"wrong: {bad}" if bad else None
+
+    def prepare(self, shape, plan):
+        self.shape = shape
+
+    def timing(self, ms):
+        self.now += 1.0
+        return Timing(ms, ms - self.noise / 2, ms + self.noise / 2, 11)
+
+    def ms(self, kernel, tile):
+        return self.times.get((kernel, tile), 1.0)
+
+    def time_kernel(self, kernel, tile):
+        assert any(getattr(plan, kernel) == tile for plan in self.checked), "timed before it was checked"
+        self.timed.append((kernel, tile))
+        return self.timing(self.ms(kernel, tile))
+
+    def time_forward(self, plan):
+        assert plan in self.checked
+        whole = sum(self.ms(name, getattr(plan, name)) for name in ("pre", "transition", "out"))
+        return self.timing(whole - self.gains.get(plan.cuts, 0.0))
+
+    def time_backward(self, plan):
+        assert plan in self.checked
+        whole = sum(self.ms(name, getattr(plan, name)) for name in KERNELS if name not in ("pre", "out"))
+        return self.timing(whole - self.gains.get((plan.backward_cuts, plan.overlap_backward), 0.0))
+
+
+def search(bench, tmp_path, shapes=(SHAPE,), seconds=1e9):
+    lines = []
+    entries = tune(
+        shapes, lambda shape: bench, lambda shape: Plan(), HERE, tmp_path / "t.json", seconds, lines.append, bench.clock
+    )
+    return entries, lines
+
+
+def test_the_fastest_tile_of_each_kernel_and_what_overlaps(tmp_path):
+    best = {"transition": Tile(16, 4, 3), "key_backward": Tile(64, 8, 1)}
+    gains = {CUTS[1]: 0.4, CUTS[0]: 0.2, ((0.33,), True): 0.5, ((), True): 0.3}
+    bench = FakeBench({item: 0.5 for item in best.items()}, gains)
+    (entry,), _ = search(bench, tmp_path)
+    expected = replace(Plan(), **best, cuts=CUTS[1], backward_cuts=(0.33,), overlap_backward=True)
+    assert entry.plan == expected
+    assert entry.evidence["forward_ms"] == pytest.approx(2.1) and entry.evidence["default_forward_ms"] == 3.0
+    assert entry.evidence["backward_ms"] == pytest.approx(7.0 - 1.0 - 0.5) and entry.evidence["complete"]
+    assert {"date", "kernels_ms", "default_backward_ms"} <= entry.evidence.keys()
+    assert load(tmp_path / "t.json").entries[0].plan == expected
+
+
+def test_what_wins_by_less_than_the_noise_changes_nothing(tmp_path):
+    gains = {CUTS[0]: 0.15, ((), True): 0.15}
+    bench = FakeBench({("pre", Tile(32, 4, 1)): 0.9, ("out", Tile(32, 4, 1)): 0.995}, gains, noise=0.2)
+    (entry,), _ = search(bench, tmp_path)
+    assert entry.plan == Plan()
+    (entry,), _ = search(replace_noise(bench, 0.05), tmp_path)
+    assert entry.plan.pre == Tile(32, 4, 1) and entry.plan.cuts == CUTS[0] and entry.plan.overlap_backward
+    assert entry.plan.out == Plan().out, "half a percent is no gain"
+
+
+def replace_noise(bench, noise):
+    return FakeBench(bench.times, bench.gains, bench.wrong, bench.failures, noise)
+
+
+def test_what_is_wrong_or_does_not_compile_is_neither_timed_nor_taken(tmp_path):
+    wrong, failed = ("transition", Tile(16, 4, 3)), ("transition", Tile(64, 4, 2))
+    bench = FakeBench({wrong: 0.1, failed: 0.1}, wrong=[wrong], failures={failed: "OutOfResources"})
+    (entry,), lines = search(bench, tmp_path)
+    assert entry.plan == Plan()
+    assert wrong not in bench.timed and failed not in bench.timed
+    assert any("transition 16/4/3 dropped: wrong" in line for line in lines)
+    assert any("transition 64/4/2 dropped: OutOfResources" in line for line in lines)
+
+
+def test_a_wrong_default_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the default plan is not right here"):
+        search(FakeBench(wrong=[("pre", Plan().pre)]), tmp_path)
+
+
+def test_the_time_ends(tmp_path):
+    times = {("pre", Tile(32, 4, 1)): 0.5, ("transition", Tile(16, 4, 3)): 0.5}
+    shapes = [SHAPE, replace(SHAPE, tokens=16384)]
+    bench = FakeBench(times)
+    entries, lines = search(bench, tmp_path, shapes, seconds=30.0)
+    assert bench.seconds == pytest.approx(18.0)
+    assert [entry.evidence["complete"] for entry in entries] == [False, False]
+    assert entries[0].plan == replace(Plan(), pre=Tile(32, 4, 1)), "what was found in time counts"
+    assert bench.now < 60 and any("time is over" in line for line in lines)
+    assert len(load(tmp_path / "t.json").entries) == 2
+
+
+def test_a_plan_that_is_slower_as_a_whole_is_not_taken(tmp_path):
+    class Slower(FakeBench):
+        def time_backward(self, plan):
+            timing = super().time_backward(plan)
+            return timing if plan == Plan() else replace(timing, median=timing.median + 2.0)
+
+    (entry,), _ = search(Slower({("replay", Tile(32, 4, 1)): 0.5}), tmp_path)
+    assert entry.plan == Plan() and entry.evidence["backward_ms"] == entry.evidence["default_backward_ms"]
+
+
+def test_what_is_compiled_at_once():
+    other = replace(SHAPE, num_heads=10, num_key_heads=10)
+    shapes = [SHAPE, other, replace(SHAPE, tokens=64), replace(SHAPE, batch=2)]
+    assert [len(group) for group in groups_of(shapes)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("v_dim", [16, 48, 128])
+def test_candidates(v_dim):
+    shape = replace(SHAPE, v_dim=v_dim)
+    for kernel in KERNELS:
+        default = getattr(default_plan(128, v_dim, torch.bfloat16), kernel)
+        tiles = candidate_tiles(kernel, shape, default)
+        assert tiles[0] == default and len(set(tiles)) == len(tiles) <= 12
+        assert all(tile.block_v <= max(64, 2 * v_dim) for tile in tiles)
+    assert all(options["overlap_backward"] for options in BACKWARDS)
+
+
+@on_devices
+def test_each_launch_does_what_the_operation_does(device):
+    plan = default_plan(32, 48, torch.float16)
+    launches = Launches(SMALL, SMALL.tokens, torch.device(device), fill=plan)
+    inputs, grads = random_inputs(SMALL, SMALL.tokens, device)
+    options = (SMALL.k_dim**-0.5, EPS, plan)
+    o, state, solve = kernels.forward(*inputs, None, *options)
+    dq, dk, *others = kernels.backward(*grads, *inputs, None, solve, *options)
+    results = dict(launches.results)
+    for name, expected in (("dq", dq), ("dk", dk)):  # of all value heads: the operation sums them
+        summed = results.pop(name).unflatten(2, (SMALL.num_key_heads, -1)).sum(3).to(expected.dtype)
+        assert torch.equal(summed, expected), name
+    expected = dict(zip(("o", "state", "dv", "dg", "dbeta", "dstate"), (o, state, *others), strict=True))
+    assert results.keys() == expected.keys()
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+
+
+@on_devices
+def test_the_check_finds_what_is_wrong(device, monkeypatch):
+    monkeypatch.setattr("stateflow.planning.kernel_bench.CHECK_TOKENS", 70)
+    bench = KernelBench(SMALL, torch.device(device), Turns(None))
+    plan = default_plan(32, 48, torch.float16)
+    assert bench.check(plan) is None
+    assert "OutOf" in bench.check(OutOfResources()) or "Error" in bench.check(OutOfResources())
+    backward = kernels.backward
+    monkeypatch.setattr(kernels, "backward", lambda *args: tuple(1.05 * x for x in backward(*args)))
+    assert bench.check(plan).startswith("wrong: dq 5.0e-02 (bound 8e-03), dk")
+
+
+class OutOfResources:
+    """No plan at all."""
+
+
+@pytest.mark.processes
+def test_worker_processes_say_what_failed():
+    plan = default_plan(32, 48, torch.float16)
+    jobs = [(SMALL, *pair) for pair in (*all_tiles([plan])[:2], ("no_such_kernel", Tile()))]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    failures = compile_jobs(jobs, device, workers=2, seconds=200)
+    assert failures == {jobs[2]: "KeyError: 'no_such_kernel'"}
+    assert compile_jobs(jobs[:1], device, workers=1, seconds=0.0) == {jobs[0]: "it was not compiled in time"}
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="stateflow tune-kernels measures on a CUDA device and there is none"):
+        kernel_tuning.run([SHAPE], None, None)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, monkeypatch):
+    from stateflow_kernels import plans
+
+    monkeypatch.setattr(kernel_tuning, "_PARALLEL", kernel_tuning._PARALLEL[:2])
+    monkeypatch.setattr(kernel_tuning, "_WALK", kernel_tuning._WALK[:2])
+    monkeypatch.setattr(kernel_tuning, "_WALK_BACK", kernel_tuning._WALK_BACK[:2])
+    monkeypatch.setenv(plans.VARIABLE, str(tmp_path / "table.json"))
+    shape = replace(SHAPE, num_heads=4, num_key_heads=2, k_dim=64, v_dim=64, tokens=1024)
+    assert kernel_tuning.run([shape], None, 200.0) == 0
+    (entry,) = load(tmp_path / "table.json").entries
+    assert entry.shape == shape and entry.evidence["complete"] and entry.evidence["forward_ms"] > 0
+    plans.reload()
+    assert plans.choice_for(shape, torch.device("cuda", 0)).plan == entry.plan
+    monkeypatch.undo()
+    plans.reload()
