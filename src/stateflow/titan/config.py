@@ -392,6 +392,11 @@ def validate(job_config) -> None:
     model = resolve_model(job_config)
     p, training, validation = job_config.parallelism, job_config.training, job_config.validation
     _expect(
+        not options.trace or (options.enable and p.pipeline_parallel_degree > 1),
+        "[stateflow] trace = true records the schedule of chunks, which needs enable = true and [parallelism] "
+        "pipeline_parallel_degree > 1; set them, or trace to false",
+    )
+    _expect(
         not options.trace or options.trace_steps[1] <= training.steps,
         f"[stateflow] trace_steps = {options.trace_steps} is beyond [training] steps = {training.steps}; trace earlier",
     )
