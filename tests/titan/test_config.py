@@ -61,8 +61,10 @@ REFUSED = {
     "--stateflow.tokenizer=no/such/tokenizer.json": "no/such/tokenizer.json",
     "--training.dataset=no/such/folder": "no/such/folder",
     "--stateflow.kernels=cuda": """kernels = 'cuda' is unknown; use one of "auto", "triton", "reference\"""",
-    "--stateflow.mixed-precision-alone --parallelism.pipeline_parallel_degree=1": "mixed_precision_alone = true is for pipelines",
-    "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2": "data_parallel_replicate_degree = 2: set",
+    "--stateflow.mixed-precision-alone --parallelism.pipeline_parallel_degree=1":
+        "mixed_precision_alone = true is for pipelines",
+    "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2":
+        "data_parallel_replicate_degree = 2: set that to 1",
     "--stateflow.trace": "trace_steps = [3, 5] is beyond [training] steps =",
     "--stateflow.trace --stateflow.trace-steps 3 1": "trace_steps = [3, 1] must be the first and the last step",
     "--stateflow.trace --stateflow.trace-steps 1 1 --stateflow.no-enable": "trace = true records the schedule",

@@ -39,6 +39,7 @@ from . import reference
 from .backends import choose
 from .chunk_layout import ChunkLayout, decays, decays_backward, matmul_by_chunk
 from .numerics import at_least_float32, l2_normalize
+from .operation import Operation
 
 KERNEL_CHUNK = 64
 
@@ -115,7 +116,7 @@ def _layout(
     return ChunkLayout.of(v_BTHV, chunk_size, at_least_float32(q_BTHK, v_BTHV, g, beta, state))
 
 
-@torch.library.custom_op("stateflow::gated_delta_rule", mutates_args=())
+@Operation("stateflow::gated_delta_rule")
 def _gated_delta_rule(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
@@ -140,7 +141,7 @@ def _(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT, scale, 
     return v_BTHV.new_empty(v_BTHV.shape), state_BHKV.new_empty(state_BHKV.shape)
 
 
-@torch.library.custom_op("stateflow::gated_delta_rule_backward", mutates_args=())
+@Operation("stateflow::gated_delta_rule_backward")
 def _gated_delta_rule_backward(
     grad_o_BTHV: Tensor,
     grad_state_BHKV: Tensor,

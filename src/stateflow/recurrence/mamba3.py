@@ -43,6 +43,7 @@ from . import reference
 from .backends import choose
 from .chunk_layout import ChunkLayout, decays, decays_backward, matmul_by_chunk
 from .numerics import at_least_float32, sigmoid, softplus
+from .operation import Operation
 
 KERNEL_CHUNK = 64
 
@@ -248,10 +249,9 @@ def _chunk_form(*args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-_mamba3 = torch.library.custom_op(
+_mamba3 = Operation(
     "stateflow::mamba3",
     _chunk_form,
-    mutates_args=(),
     schema=f"({_SCHEMA}) -> ({', '.join(f'Tensor {name}_out' for name in _OUTPUTS)})",
 )
 
@@ -385,10 +385,9 @@ def _chunk_form_backward(*args) -> tuple[Tensor, ...]:
     return tuple(grad.reshape(x.shape).to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
 
 
-_mamba3_backward = torch.library.custom_op(
+_mamba3_backward = Operation(
     "stateflow::mamba3_backward",
     _chunk_form_backward,
-    mutates_args=(),
     schema=(
         f"({', '.join(f'Tensor grad_{name}' for name in _OUTPUTS)}, {_SCHEMA}) -> "
         f"({', '.join(f'Tensor {name}_out' for name in Inputs._fields)})"

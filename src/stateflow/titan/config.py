@@ -365,14 +365,14 @@ def _check_mixed_precision_alone(job_config) -> None:
         return
     _expect(
         p.pipeline_parallel_degree > 1,
-        "[stateflow] mixed_precision_alone = true is for pipelines; with pipeline_parallel_degree = 1 torchtitan computes "
-        "in mixed_precision_param anyway: set it to false",
+        "[stateflow] mixed_precision_alone = true is for pipelines; with pipeline_parallel_degree = 1 torchtitan "
+        "computes in mixed_precision_param anyway: set it to false",
     )
     replicas = p.data_parallel_replicate_degree
     _expect(
         replicas == 1,
-        f"[stateflow] mixed_precision_alone = true does not go with data_parallel_replicate_degree = {replicas}: set that "
-        "to 1, or data_parallel_shard_degree to 2 or more, which brings mixed precision with it",
+        f"[stateflow] mixed_precision_alone = true does not go with data_parallel_replicate_degree = {replicas}: "
+        "set that to 1, or data_parallel_shard_degree to 2 or more, which brings mixed precision with it",
     )
 
 

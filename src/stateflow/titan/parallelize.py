@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,7 +31,9 @@ OPS_TO_SAVE = {
 def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     """torchtitan's ``parallelize_fn`` for a whole model or one pipeline stage's part of it (on the meta device)."""
     compiled = job_config.compile.enable and "model" in job_config.compile.components
-    alone = None if parallel_dims.fsdp_enabled or not mixed_precision_alone(job_config) else _meshes_of_one(parallel_dims.tp)
+    alone = None
+    if mixed_precision_alone(job_config) and not parallel_dims.fsdp_enabled:
+        alone = _meshes_of_one(parallel_dims.tp)
     if parallel_dims.tp_enabled:
         apply_tp(
             model,
