@@ -1,6 +1,8 @@
 """The command line: ``stateflow train|verify|tune-kernels CONFIG [options] [torchtitan overrides]``, and
 ``stateflow doctor`` and ``stateflow bench``.
 
+Planning (``plan``, ``simulate``, ``draw``, ``sweep``) is in ``stateflow.commands``, one file a command.
+
 ``python -m stateflow`` is the same program.
 
 Anything not listed under a command is handed to torchtitan's own parser, so every key of the train.toml can be
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from stateflow import commands as more_commands
 from stateflow.faults import FAULTS
 from stateflow.launch import run_to_its_end
 
@@ -29,13 +32,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train linear-recurrent and hybrid language models by pipelining chunks of a sequence.",
         epilog="Further options are torchtitan overrides such as --training.steps 10 or --stateflow.num-chunks 8.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,verify,doctor,tune-kernels,bench}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a config through torchtitan's stock entry point, under torchrun")
     verify = commands.add_parser(
         "verify", help="compare the configured pipeline, gradient by gradient, with an unchunked reference"
     )
     doctor = commands.add_parser("doctor", help="say what runs on this machine, and check the kernels on its GPUs")
+    doctor.add_argument("config", type=Path, nargs="?", help="a train.toml whose run to check, too")
     for name, default in (("heads", 2), ("k-dim", 128), ("v-dim", 128)):
         doctor.add_argument(f"--{name}", type=int, default=default, help=f"of the checks (default {default})")
     tune = commands.add_parser("tune-kernels", help="measure how the kernels are best launched here; writes a table")
@@ -49,12 +53,15 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--tolerance", type=float, help="largest relative difference; default 1e-10 or 2e-5 by dtype")
     verify.add_argument("--plant", choices=sorted(FAULTS), metavar="FAULT", help=f"plant one of: {', '.join(FAULTS)}")
     verify.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    more_commands.register(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: 0 done, 1 the comparison failed or the run did, 2 a wrong call."""
     options, overrides = build_parser().parse_known_args(argv)
+    if hasattr(options, "run"):
+        return more_commands.run(options, overrides)
     if options.command == "doctor":
         return _doctor(options, overrides)
     if options.command == "bench" or (options.command == "tune-kernels" and options.config is None):
@@ -157,13 +164,15 @@ def _doctor(options, unknown: Sequence[str]) -> int:
     from stateflow.doctor import run
     from stateflow.recurrence.gated_delta import kernel_size_misfit
 
-    problem = f"unknown argument {unknown[0]}" if unknown else kernel_size_misfit(options.k_dim, options.v_dim)
+    problem = kernel_size_misfit(options.k_dim, options.v_dim)
+    if unknown and options.config is None:
+        problem = f"unknown argument {unknown[0]}"
     if options.heads < 1:
         problem = f"--heads {options.heads}: the least is 1"
     if problem:
         print(f"stateflow: {problem}", file=sys.stderr)
         return 2
-    return run(options.heads, options.k_dim, options.v_dim)
+    return run(options.heads, options.k_dim, options.v_dim, options.config, unknown)
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> None:

@@ -65,6 +65,11 @@ REFUSED = {
         "mixed_precision_alone = true is for pipelines",
     "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2":
         "data_parallel_replicate_degree = 2: set that to 1",
+    "--stateflow.trace": "trace_steps = [3, 5] is beyond [training] steps =",
+    "--stateflow.trace --stateflow.trace-steps 3 1": "trace_steps = [3, 1] must be the first and the last step",
+    "--stateflow.trace --stateflow.trace-steps 1 1 --stateflow.no-enable": "trace = true records the schedule",
+    "--stateflow.num-chunks=None --stateflow.plan=no/such.toml": "plan file no/such.toml cannot be read",
+    "--stateflow.num-chunks=4 --stateflow.plan=no/such.toml": "drop num_chunks = 4, or the plan",
     "--stateflow.kernels=triton": "head_v_dim: K must be a multiple of 8 from 16 to 256, it is 8 (the nearest is 16)",
 }  # fmt: skip
 

@@ -8,6 +8,8 @@ unit: B, or W where it is split.
 thing                        size                              lives from            until
 ===========================  ================================  ====================  ====================
 unit (a, i) in flight        1 unit, s_i tokens                F(a, i)               retirement of (a, i)
+tensors saved for backward   s_i * saved_bytes_per_token       F(a, i)               retirement of (a, i)
+working memory of an action  working_bytes(s_i)                the action            the action
 activation buffer of (a, i)  s_i * activation_bytes_per_token  RECV_F(a, i)          retirement of (a, i)
 gradient buffer of (a, i)    s_i * activation_bytes_per_token  RECV_B(a, i)          backward of (a, i)
 state between i and i+1      carry_bytes                       F(a, i)               retirement (a, i+1)
@@ -51,6 +53,8 @@ class StageFootprint:
         carry_grad_bytes: the gradient of it; None for carry_bytes.
         window_bytes_per_token: K and V of all attention layers of the stage.
         window_grad_bytes_per_token: their gradients (at least float32).
+        saved_bytes_per_token: what autograd keeps of a unit; 0 if only boundaries are of interest.
+        forward_bytes_per_token, backward_bytes_per_token, working_bytes: what exists while an action runs only.
     """
 
     activation_bytes_per_token: int = 0
@@ -58,6 +62,15 @@ class StageFootprint:
     carry_grad_bytes: int | None = None
     window_bytes_per_token: int = 0
     window_grad_bytes_per_token: int = 0
+    saved_bytes_per_token: int = 0
+    forward_bytes_per_token: int = 0
+    backward_bytes_per_token: int = 0
+    working_bytes: int = 0
+
+    def while_running(self, kind: Kind, length: int) -> int:
+        """Working memory of an action on a chunk of ``length`` tokens."""
+        each = self.forward_bytes_per_token if kind is Kind.F else self.backward_bytes_per_token
+        return self.working_bytes + length * each
 
 
 @dataclass(frozen=True)
@@ -137,6 +150,28 @@ def predict(
     )
 
 
+def held_bytes(
+    lowered: Sequence[Sequence[Action]], plan: ChunkPlan, footprint: StageFootprint | Sequence[StageFootprint]
+) -> list[list[tuple[int, int]]]:
+    """For each rank and each of its lowered actions: the bytes held while it runs, and after it.
+
+    All things of the module's table together; buffers count while they are in use.
+    """
+    num_stages = 1 + max(action.stage for row in lowered for action in row)
+    footprints = [footprint] * num_stages if isinstance(footprint, StageFootprint) else list(footprint)
+    lengths = plan.lengths
+    held = []
+    for row in lowered:
+        replay, amounts = _Replay(plan, footprints), []
+        for action in row:
+            during = replay.run(action)
+            if action.is_compute:
+                during += footprints[action.stage].while_running(action.kind, lengths[action.chunk])
+            amounts.append((during, replay.held()))
+        held.append(amounts)
+    return held
+
+
 def in_flight_profile(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """For each rank the units in flight on all its stages after each of its actions."""
     profile = []
@@ -184,14 +219,22 @@ class _Replay:
         self.buffers: set[Action] = set()  # receives whose buffer is in use
         self.retired: Counter = Counter()  # number of retired units by (stage, microbatch)
 
-    def run(self, action: Action) -> None:
+    def held(self) -> int:
+        """Bytes of all things now."""
+        now = self.now
+        return now["saved"] + now["buffer_bytes"] + now["boundary"] + now["window_total"]
+
+    def run(self, action: Action) -> int:
+        """Replays one action; returns the bytes held while it runs, without its working memory."""
         begins, ends = self._life_times(action)
         for name, amount in begins:
             self.now[name] += amount
             self.peak[name] = max(self.peak[name], self.now[name])
+        during = self.held()
         for name, amount in ends:
             self.now[name] -= amount
             assert self.now[name] >= 0, f"{action} frees {name}, which is not there"
+        return during
 
     def pool(self, name: str) -> PoolPeak:
         owned = {
@@ -213,9 +256,9 @@ class _Replay:
         ends: list[tuple] = []
 
         if kind is Kind.F:
-            begins += [("units", 1), ("tokens", length)]
+            begins += [("units", 1), ("tokens", length), ("saved", length * footprint.saved_bytes_per_token)]
         if retires:
-            ends += [("units", 1), ("tokens", length)]
+            ends += [("units", 1), ("tokens", length), ("saved", length * footprint.saved_bytes_per_token)]
 
         buffer = (length, length * footprint.activation_bytes_per_token)
         pools = (("activation", Kind.RECV_F, retires), ("gradient", Kind.RECV_B, runs_backward))
@@ -224,10 +267,10 @@ class _Replay:
             names = (pool, (pool, *buffer), "shared", ("shared", *buffer))
             if kind is receive:
                 self.buffers.add(received)
-                begins += [(name, 1) for name in names]
+                begins += [*((name, 1) for name in names), ("buffer_bytes", buffer[1])]
             elif frees and received in self.buffers:
                 self.buffers.remove(received)
-                ends += [(name, 1) for name in names]
+                ends += [*((name, 1) for name in names), ("buffer_bytes", buffer[1])]
 
         state = footprint.carry_bytes
         state_grad = state if footprint.carry_grad_bytes is None else footprint.carry_grad_bytes

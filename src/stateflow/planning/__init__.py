@@ -1,1 +1,1 @@
-"""Choosing, ahead of a run, what depends on its shapes and machine."""
+"""Choosing, ahead of a run, what depends on its shapes and machine: cuts, orders, kernels' plans."""

@@ -4,9 +4,11 @@
 import difflib
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from stateflow.chunks import ChunkCost, ChunkPlan
 from stateflow.pipeline.policies import POLICIES
+from stateflow.planning.plan_file import PlanFile, Target, misfit, model_digest, read_plan
 
 DEFAULT_NUM_CHUNKS = 4
 
@@ -45,6 +47,8 @@ class StateFlow:
     """alpha of eq. 11: 0 cuts equal chunks, 1 cuts chunks of equal cost, up to 1.25 is searched in the paper"""
     chunk_lengths: list[int] = field(default_factory=list)
     """Explicit chunk lengths, e.g. [768, 512, 512, 256]; excludes num_chunks and skew"""
+    plan: str | None = None
+    """A plan file of `stateflow plan`, with chunk lengths and policy; excludes num_chunks, skew and chunk_lengths"""
     chunk_multiple: int | None = None
     """Boundaries are rounded to multiples of this many tokens; 128, and less for short sequences, if unset"""
     policy: str = "1f1b"
@@ -57,6 +61,10 @@ class StateFlow:
     """Under tensor parallelism each rank holds residual stream and norms of its part of a chunk's tokens only"""
     kernels: str = "auto"
     """"auto" uses the Triton kernels where they fit, else PyTorch; "triton" insists on them; "reference" is PyTorch"""
+    trace: bool = False
+    """Record when each action of the steps trace_steps begins and ends, in dump_folder/trace; see `stateflow draw`"""
+    trace_steps: list[int] = field(default_factory=lambda: [3, 5])
+    """First and last pipeline step to trace, counted from 1"""
     mixed_precision_alone: bool = False
     """Under a pipeline without FSDP, too, compute in mixed_precision_param, with parameters in training.dtype"""
     tokenizer: str = "bytes"
@@ -81,13 +89,18 @@ def _is_int(value) -> bool:
 
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
-    for name in ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone"):
+    flags = ("reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone", "trace")
+    for name in ("enable", *flags):
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name in ("num_chunks", "chunk_multiple"):
         value = getattr(options, name)
         _expect(value is None or _is_int(value), f"[stateflow] {name} = {value!r} must be a whole number, e.g. 8")
         _expect(value is None or value >= 1, f"[stateflow] {name} = {value} is too small; the least is 1")
+    _expect(
+        options.plan is None or isinstance(options.plan, str),
+        f"[stateflow] plan = {options.plan!r} must be the path of a plan file",
+    )
     skew = options.skew
     _expect(
         skew is None or _is_int(skew) or isinstance(skew, float),
@@ -97,6 +110,11 @@ def _check_types(options: StateFlow) -> None:
     _expect(
         isinstance(lengths, list) and all(_is_int(n) for n in lengths),
         f"[stateflow] chunk_lengths = {lengths!r} must be a list of whole numbers, e.g. [768, 512, 512, 256]",
+    )
+    steps = options.trace_steps
+    _expect(
+        isinstance(steps, list) and len(steps) == 2 and all(map(_is_int, steps)) and 1 <= steps[0] <= steps[1],
+        f"[stateflow] trace_steps = {steps!r} must be the first and the last step, counted from 1, e.g. [3, 5]",
     )
     _expect(isinstance(options.policy, str), f"[stateflow] policy = {options.policy!r} must be a string, e.g. \"1f1b\"")
     if options.policy not in POLICIES:
@@ -141,6 +159,8 @@ def make_plan(job_config) -> ChunkPlan:
     from stateflow.titan.flavors import resolve_model
 
     options, seq_len = job_config.stateflow, job_config.training.seq_len
+    if options.plan is not None:
+        return _plan_file(job_config).plan()
     if options.chunk_lengths:
         for name in ("num_chunks", "skew"):
             value = getattr(options, name)
@@ -162,6 +182,42 @@ def make_plan(job_config) -> ChunkPlan:
         raise ValueError(
             f"[stateflow] num_chunks = {num_chunks}, skew = {skew} with [training] seq_len = {seq_len}: {error}"
         ) from error
+
+
+def policy(job_config) -> str:
+    """The order of the units: the plan file's, or that of ``[stateflow] policy``."""
+    return job_config.stateflow.policy if job_config.stateflow.plan is None else _plan_file(job_config).policy
+
+
+def plan_target(job_config) -> Target:
+    """What a plan file must have been made for to fit this run."""
+    from stateflow.titan.flavors import resolve_model
+
+    p, training = job_config.parallelism, job_config.training
+    return Target(
+        model=model_digest(resolve_model(job_config)),
+        seq_len=training.seq_len,
+        ranks=p.pipeline_parallel_degree,
+        stages=num_stages(job_config),
+        microbatches=training.local_batch_size // p.pipeline_parallel_microbatch_size,
+        recompute=job_config.activation_checkpoint.mode,
+    )
+
+
+def _plan_file(job_config) -> PlanFile:
+    options = job_config.stateflow
+    where = f"[stateflow] plan = {options.plan!r}"
+    for name, unset in (("num_chunks", None), ("skew", None), ("chunk_lengths", [])):
+        value = getattr(options, name)
+        _expect(value == unset, f"{where} already says where to cut: drop {name} = {value}, or the plan")
+    found = read_plan(Path(options.plan))
+    reason = misfit(found, plan_target(job_config), found.policy in POLICIES)
+    _expect(reason is None, f"{where} {reason}; make one for this run with stateflow plan, or drop the key")
+    _expect(
+        options.policy in ("1f1b", found.policy),
+        f"{where} brings its policy {found.policy!r}; drop policy = {options.policy!r}, or the plan",
+    )
+    return found
 
 
 def _check_sequence_parallel(job_config, plan: ChunkPlan) -> None:
@@ -335,6 +391,15 @@ def validate(job_config) -> None:
     _check_torchtitan(job_config)
     model = resolve_model(job_config)
     p, training, validation = job_config.parallelism, job_config.training, job_config.validation
+    _expect(
+        not options.trace or (options.enable and p.pipeline_parallel_degree > 1),
+        "[stateflow] trace = true records the schedule of chunks, which needs enable = true and [parallelism] "
+        "pipeline_parallel_degree > 1; set them, or trace to false",
+    )
+    _expect(
+        not options.trace or options.trace_steps[1] <= training.steps,
+        f"[stateflow] trace_steps = {options.trace_steps} is beyond [training] steps = {training.steps}; trace earlier",
+    )
     _check_kernels(options, model)
     # Also with enable = false: a plan that cannot be is an error, not a surprise for later.
     plan = make_plan(job_config)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +18,9 @@ from torchtitan.tools.logging import logger
 
 from stateflow.documents import COLUMNS
 from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
+from stateflow.pipeline.trace import ActionTrace
 from stateflow.titan.config import make_plan, mixed_precision_alone, num_stages
+from stateflow.titan.config import policy as policy_of
 from stateflow.titan.data import TokenCounter, valid_tokens
 
 
@@ -48,16 +53,47 @@ class GlobalMean:
 
 
 class TitanSchedule(ScheduleStateFlow):
-    """``ScheduleStateFlow`` called the way torchtitan's Trainer and Validator call a schedule."""
+    """``ScheduleStateFlow`` called the way torchtitan's Trainer and Validator call a schedule.
 
-    def __init__(self, *args, global_mean: GlobalMean, **kwargs):
+    With ``trace_folder`` the steps ``trace_steps`` (first, last; from 1) are traced and written there after the last.
+    """
+
+    def __init__(
+        self, *args, global_mean: GlobalMean, trace_folder: Path | None = None, trace_steps=(1, 1), **kwargs
+    ):
         super().__init__(*args, **kwargs)
         self.global_mean = global_mean
+        self.trace_folder, self.trace_steps = trace_folder, trace_steps
+        self._num_steps = 0
+        self._trace = ActionTrace(self._stages[0].device)
 
     def step(self, *args, **kwargs):
-        if self._has_backward:
-            kwargs["loss_scale"] = self.global_mean.next()
-        return super().step(*args, **_without_columns(kwargs))
+        kwargs = _without_columns(kwargs)
+        if not self._has_backward:
+            return super().step(*args, **kwargs)
+        kwargs["loss_scale"] = self.global_mean.next()
+        self._num_steps += 1
+        first, last = self.trace_steps
+        if self.trace_folder is None or not first <= self._num_steps <= last:
+            return super().step(*args, **kwargs)
+        with self._traced():
+            result = super().step(*args, **kwargs)
+        if self._num_steps == last:
+            path = self._trace.write(self.trace_folder, self.rank, self.schedule, self.plan.lengths)
+            logger.info(f"StateFlow: traced steps {first} to {last} of this rank in {path}")
+        return result
+
+    @contextmanager
+    def _traced(self):
+        for stage in self._stages:
+            stage.action_hook = self._trace
+        self._trace.begin()
+        try:
+            yield
+        finally:
+            for stage in self._stages:
+                stage.action_hook = None
+        self._trace.end(self._num_steps)
 
 
 def _without_columns(kwargs: dict) -> dict:
@@ -98,6 +134,14 @@ def make_global_mean(parallel_dims, job_config, device) -> GlobalMean:
     accumulation = max(1, training.global_batch_size // per_call) if training.global_batch_size > 0 else 1
     group = batch.get_group() if batch is not None and degree > 1 else None
     return GlobalMean(valid_tokens, accumulation, group, device)
+
+
+def trace_folder(job_config, mesh) -> Path | None:
+    """Where this rank writes its trace; None on all but the first pipeline of a data- and tensor-parallel run."""
+    if not job_config.stateflow.trace:
+        return None
+    ranks = dist.get_process_group_ranks(mesh.get_group("pp"))
+    return Path(job_config.job.dump_folder) / "trace" if min(ranks) == 0 else None
 
 
 def pipeline(model: nn.Module, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn):
@@ -142,9 +186,11 @@ def pipeline(model: nn.Module, parallel_dims, job_config, device, model_args, pa
     schedule = TitanSchedule(
         stages,
         training.local_batch_size // p.pipeline_parallel_microbatch_size,
-        policy=job_config.stateflow.policy,
+        policy=policy_of(job_config),
         loss_fn=loss_fn,
         global_mean=global_mean,
+        trace_folder=trace_folder(job_config, mesh),
+        trace_steps=job_config.stateflow.trace_steps,
     )
     logger.info(
         f"StateFlow: policy {schedule.schedule.policy}, {schedule.num_microbatches} microbatches x "

@@ -168,7 +168,7 @@ def _next_commands(job_config: JobConfig) -> list[tuple[str, str]]:
     other = f" --job.dump_folder {job_config.job.dump_folder.rstrip('/')}_2" if job_config.checkpoint.enable else ""
     commands = [(f"stateflow verify {config_file}", "gradients against the unpipelined model")]
     if options.enable:
-        if not options.chunk_lengths:  # explicit lengths exclude a number of chunks
+        if not (options.chunk_lengths or options.plan):  # they exclude a number of chunks
             num_chunks = 16 if options.num_chunks == 8 else 8
             commands.append((f"{train} --stateflow.num-chunks {num_chunks}{other}", "other chunks, the same losses"))
         commands.append((f"{train} --stateflow.no-enable{other}", "the same model without chunks, to compare with"))

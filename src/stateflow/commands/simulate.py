@@ -1,0 +1,101 @@
+"""``stateflow simulate CONFIG``: one plan on machines that one does not have."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from stateflow.commands import add_config, add_plan, device_text, read_scenario
+from stateflow.pipeline.schedule import Action, Kind
+from stateflow.planning.devices import GIB
+
+
+def register(commands) -> None:
+    parser = commands.add_parser("simulate", help="predict step time, idle time by cause and memory of one plan")
+    add_config(parser)
+    add_plan(parser)
+    parser.add_argument(
+        "--cost-file", type=Path, metavar="FILE",
+        help='measured seconds as JSON: {"F": [[each chunk] each stage], "B": ...} or "I" and "W" for B',
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    from stateflow.pipeline.simulator import lost_time, simulate
+
+    scenario = read_scenario(options, overrides)
+    job, analytic = scenario.job, scenario.analytic
+    plan = scenario.plan(options)
+    schedule = analytic.schedule(job.policy, plan.num_chunks)
+    if options.cost_file is not None:
+        cost = read_costs(options.cost_file, len(job.parts), plan.num_chunks)
+        simulation = simulate(schedule, cost, analytic.link, analytic.message_bytes(plan))
+        lost = lost_time(simulation, cost)
+    else:
+        simulation = analytic.simulate(plan)
+        lost = analytic.lost_time(plan, simulation)
+    peaks = analytic.peak_bytes(schedule, plan)
+    tokens = job.num_microbatches * job.microbatch_size * job.seq_len
+    ranks = range(job.num_ranks)
+    shares = lost.shares()
+    figures = {
+        "policy": job.policy,
+        "lengths": list(plan.lengths),
+        "step_time": simulation.step_time,
+        "tokens_per_second": tokens / simulation.step_time,
+        "bubble": simulation.bubble,
+        "lost": shares,
+        "busy": [simulation.busy(rank) / simulation.step_time for rank in ranks],
+        "peak_bytes": list(peaks),
+        "fits": max(peaks) <= analytic.limit,
+    }
+    if options.json:
+        print(json.dumps(figures, indent=2))
+        return 0
+    print(job.describe())
+    source = f"costs from {options.cost_file}" if options.cost_file else device_text(options, scenario)
+    print(f"{source}\n{job.policy}, {plan}\n")
+    print(f"step    {simulation.step_time:.4g} s, {figures['tokens_per_second']:,.0f} tokens/s")
+    print(f"bubble  {simulation.bubble:.1%} of the ranks' time is idle")
+    for cause, share in shares.items():
+        print(f"        {share:6.1%}  {cause.replace('_', ' ')}" + (" (busy)" if cause == "chunk_overhead" else ""))
+    print("\nrank  busy   peak GiB  of it parameters, gradients, optimizer")
+    for rank in ranks:
+        static = sum(analytic.static_of_rank(rank).values()) / GIB
+        print(f"{rank:4d} {figures['busy'][rank]:6.1%} {peaks[rank] / GIB:9.2f}  {static:.2f}")
+    if not figures["fits"]:
+        print(f"\ndoes not fit: {max(peaks) / GIB:.1f} GiB of {analytic.limit / GIB:.1f} GiB usable")
+    return 0
+
+
+def read_costs(path: Path, num_stages: int, num_chunks: int) -> Callable[[Action], float]:
+    """Seconds of each action from a cost file.
+
+    Raises:
+        ValueError: naming the file and what is missing in it.
+    """
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"--cost-file {path}: {error}") from error
+    kinds = {kind.value for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+    if not isinstance(table, dict) or "F" not in table or not ("B" in table or {"I", "W"} <= table.keys()):
+        raise ValueError(f"--cost-file {path}: needs the keys F and B, or F, I and W")
+    for kind, rows in table.items():
+        if kind not in kinds:
+            raise ValueError(f"--cost-file {path}: unknown kind {kind!r}; there are F, B, I, W")
+        if len(rows) != num_stages or any(len(row) != num_chunks for row in rows):
+            raise ValueError(
+                f"--cost-file {path}: {kind} must hold {num_stages} rows (stages) of {num_chunks} numbers (chunks)"
+            )
+
+    def cost(action: Action) -> float:
+        if action.kind.value not in table:
+            raise ValueError(f"--cost-file {path}: the policy needs {action.kind.value}, which is not there")
+        return table[action.kind.value][action.stage][action.chunk]
+
+    return cost

@@ -1,0 +1,75 @@
+"""What devices can do: a table for predictions without the device at hand.
+
+The achievable fractions are assumptions, and the first thing to doubt in an analytic prediction. They are set by one
+measurement: a 3B Gated DeltaNet of two pipeline stages on two H200 (bf16, eager, full recomputation, 64K tokens)
+spends 1.84 s a sequence and stage, with a recurrence that takes 1.7 ms forward for 32,768 tokens and 20 heads of
+128 x 128, and attention of a chunk against a long prefix that reaches 340 of 989 TFLOP/s. The same fractions are taken
+for the other GPUs. ``stateflow plan`` without --analytic measures instead.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and its link to the next pipeline rank.
+
+    Attributes:
+        flops: dense 16-bit FLOP/s by the data sheet (CPU: a guess for two cores).
+        memory_bandwidth: bytes/s of device memory.
+        memory: bytes; a run may use ``usable_fraction`` of it, the rest is context, libraries and fragmentation.
+        dense_fraction, attention_fraction, recurrence_fraction: achieved share of ``flops`` in matrix products with
+            weights, in softmax attention, and in recurrences (6 FLOPs an element of the state and token).
+        launch_seconds: host time of one layer's forward; an action cannot be faster than its launches.
+        link_latency, link_bandwidth: of a message to a neighbour, s and bytes/s, while both directions are in use.
+    """
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    memory: float
+    link_latency: float
+    link_bandwidth: float
+    launch_seconds: float
+    dense_fraction: float = 0.45
+    attention_fraction: float = 0.34
+    recurrence_fraction: float = 0.04
+    usable_fraction: float = 0.93
+
+
+def _host_memory() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+DEVICES = {
+    # Links: measured for H200 (7 GB/s at 1 MB, 304 GB/s at 320 MB over NVLink), by the data sheet's ratio otherwise.
+    "h200": Device("H200", 989e12, 4.8e12, 140 * GIB, 1.4e-4, 304e9, 2e-3),
+    "h100": Device("H100", 989e12, 3.35e12, 79 * GIB, 1.4e-4, 304e9, 2e-3),
+    "a100": Device("A100", 312e12, 2.0e12, 79 * GIB, 1.4e-4, 202e9, 2e-3),
+    "cpu": Device("CPU", 1e11, 2e10, _host_memory(), 2e-4, 1e9, 3e-4, 0.5, 0.1, 0.1),
+}
+
+
+def device_named(name: str | None) -> Device:
+    """The entry of ``DEVICES``; None is the GPU of this machine, or the H200 where there is none in the table.
+
+    Raises:
+        ValueError: for a name that is not in the table.
+    """
+    if name is not None:
+        if name.lower() not in DEVICES:
+            raise ValueError(f"--device {name}: unknown; there are {', '.join(DEVICES)}")
+        return DEVICES[name.lower()]
+    import torch
+
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_name().lower()
+        for key, device in DEVICES.items():
+            if key in found:
+                return device
+    return DEVICES["h200"]

@@ -1,0 +1,322 @@
+"""Measured cost of a stage's chunks: real stages run at a handful of (start, length), interpolated between.
+
+At a point three chunks run through ``ChunkStage``: the prefix without gradients, the chunk that is timed, and a short
+tail, so that the timed chunk reads a prefix, hands its state on, and gets state and K/V gradients back like any chunk
+in the middle of a sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from stateflow.chunks import ChunkPlan
+from stateflow.loss import cross_entropy_sum
+from stateflow.pipeline.schedule import Kind
+from stateflow.pipeline.stage import ChunkStage
+
+TAIL = 16
+REPEATS = 3  # at least; short chunks are repeated up to MOST_REPEATS times within ENOUGH_SECONDS
+MOST_REPEATS, ENOUGH_SECONDS = 12, 1.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """Measured at one (start, length): seconds, and on a GPU bytes (else None). ``failed`` is out of memory."""
+
+    start: int
+    length: int
+    forward: float = 0.0
+    backward: float = 0.0
+    saved_bytes: int | None = None
+    forward_bytes: int | None = None  # while the forward runs, beyond what it saves
+    backward_bytes: int | None = None  # while the backward runs, beyond what was there before
+    failed: bool = False
+
+
+def measure(
+    module: torch.nn.Module, device: torch.device, dtype: torch.dtype, start: int, length: int, *, batch: int, dim: int,
+    vocab_size: int, is_first: bool, is_last: bool, repeats: int = REPEATS,
+) -> Point:
+    """Runs the chunk [start, start + length) ``repeats`` times or more after a warm-up.
+
+    Takes the median on a GPU, and the least on a CPU, where other programs can only add.
+    """
+    lengths = [n for n in (start, length, TAIL) if n]
+    plan = ChunkPlan.explicit(sum(lengths), lengths)
+    timed = 1 if start else 0
+    stage = ChunkStage(module, plan, dtype, is_last=is_last, loss_fn=cross_entropy_sum if is_last else None)
+    on_gpu = device.type == "cuda"
+
+    def chunk_input(n: int) -> torch.Tensor:
+        if is_first:
+            return torch.randint(vocab_size, (batch, n), device=device)
+        return torch.randn(batch, n, dim, device=device, dtype=dtype)
+
+    def now() -> float:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def held() -> int:
+        return torch.cuda.memory_allocated(device) if on_gpu else 0
+
+    def peak(reset: bool = False) -> int:
+        if not on_gpu:
+            return 0
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device)
+
+    rounds: list[Point] = []
+    try:
+        while len(rounds) <= repeats or (
+            len(rounds) <= MOST_REPEATS and sum(p.forward + p.backward for p in rounds) < ENOUGH_SECONDS
+        ):
+            targets = [torch.randint(vocab_size, (batch, n), device=device) if is_last else None for n in lengths]
+            if start:
+                with torch.no_grad():
+                    stage.forward(0, 0, chunk_input(start), target=targets[0], training=False)
+            x = chunk_input(length)
+            grad = None if is_last else torch.randn(batch, length, dim, device=device, dtype=dtype)
+            before, begin = held(), now()
+            peak(reset=True)
+            output = stage.forward(0, timed, x, target=targets[timed])
+            forward = now() - begin
+            after, forward_peak = held(), peak()
+            del output, x
+            out = stage.forward(0, timed + 1, chunk_input(TAIL), target=targets[timed + 1])
+            tail_grad = None if is_last else torch.zeros_like(out)
+            stage.backward(0, timed + 1, tail_grad)
+            held_before, begin = held(), now()
+            peak(reset=True)
+            stage.backward(0, timed, grad)
+            backward = now() - begin
+            rounds.append(
+                Point(
+                    start, length, forward, backward,
+                    *((after - before, forward_peak - after, peak() - held_before) if on_gpu else (None,) * 3),
+                )
+            )  # fmt: skip
+            stage.reset()
+            module.zero_grad(set_to_none=False)
+    except torch.OutOfMemoryError:
+        stage.reset()
+        module.zero_grad()
+        torch.cuda.empty_cache()
+        return Point(start, length, failed=True)
+    rounds, typical = rounds[1:], statistics.median if on_gpu else min
+    last = rounds[-1]
+    return Point(
+        start, length, typical(p.forward for p in rounds), typical(p.backward for p in rounds),
+        last.saved_bytes, last.forward_bytes, last.backward_bytes,
+    )  # fmt: skip
+
+
+class CostSurface:
+    """Seconds of a stage's forward or backward at any (start, length) from a few measured points.
+
+    At one length the cost is a line in the start (a prefix costs in proportion to its length); between lengths the
+    line's offset follows a parabola, kept within its neighbours, and its slope is linear. So eq. 9, with any constant
+    on top, is met exactly.
+    """
+
+    def __init__(self, points: Sequence[tuple[int, int, float]]):
+        """``points``: (start, length, seconds).  Raises ValueError for fewer than two lengths."""
+        by_length: dict[int, list[tuple[int, float]]] = {}
+        for start, length, seconds in points:
+            by_length.setdefault(length, []).append((start, seconds))
+        self.lengths = sorted(by_length)
+        if len(self.lengths) < 2:
+            raise ValueError(f"measured at lengths {self.lengths} only; two are the least to interpolate")
+        lines = {length: _line(by_length[length]) for length in self.lengths}
+        self.offsets = [lines[length][0] for length in self.lengths]
+        slopes = [lines[length][1] for length in self.lengths]
+        known = [(n, s) for n, s in zip(self.lengths, slopes, strict=True) if s is not None]
+        # A length seen at one start only (the whole sequence) takes its slope in proportion from the nearest other.
+        self.slopes = [
+            s if s is not None else _proportional(n, known) for n, s in zip(self.lengths, slopes, strict=True)
+        ]
+
+    def seconds(self, start: int, length: int) -> float:
+        lengths = self.lengths
+        right = next((i for i, n in enumerate(lengths) if n >= length), len(lengths) - 1)
+        right = max(1, right)
+        left = right - 1
+        weight = (length - lengths[left]) / (lengths[right] - lengths[left])
+        slope = self.slopes[left] + weight * (self.slopes[right] - self.slopes[left])
+        offset = self._offset(left, right, length)
+        return max(0.0, offset + slope * start)
+
+    def _offset(self, left: int, right: int, length: int) -> float:
+        values, lengths = self.offsets, self.lengths
+        a, b = values[left], values[right]
+        weight = (length - lengths[left]) / (lengths[right] - lengths[left])
+        linear = a + weight * (b - a)
+        if len(lengths) == 2 or not 0 <= weight <= 1:
+            return linear
+        # The straight line plus a bend. Of the parabolas through the next point on either side take the one that
+        # bends less: they agree where the cost is smooth, and at a corner (launches no longer bound it) one is right.
+        bends = []
+        for third in (left - 1, right + 1):
+            if 0 <= third < len(lengths):
+                onward = (values[third] - b) / (lengths[third] - lengths[right])
+                slope = (b - a) / (lengths[right] - lengths[left])
+                bends.append((onward - slope) / (lengths[third] - lengths[left]))
+        parabola = linear + min(bends, key=abs) * (length - lengths[left]) * (length - lengths[right])
+        return min(max(parabola, min(a, b)), max(a, b))
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float | None]:
+    """(value at start 0, slope) of the least-squares line; the slope is None where there is one start only."""
+    starts = [start for start, _ in points]
+    if len(set(starts)) == 1:
+        return statistics.mean(seconds for _, seconds in points), None
+    slope, offset = statistics.linear_regression(starts, [seconds for _, seconds in points])
+    slope = max(0.0, slope)
+    return (offset if slope else statistics.mean(seconds for _, seconds in points)), slope
+
+
+def _proportional(length: int, known: list[tuple[int, float]]) -> float:
+    if not known:
+        return 0.0
+    nearest, slope = min(known, key=lambda entry: abs(entry[0] - length))
+    return slope * length / nearest
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """What was measured of one kind of stage, and the surfaces through it."""
+
+    points: tuple[Point, ...]
+    held_out: tuple[Point, ...]
+
+    @property
+    def forward(self) -> CostSurface:
+        return CostSurface([(p.start, p.length, p.forward) for p in self.points if not p.failed])
+
+    @property
+    def backward(self) -> CostSurface:
+        return CostSurface([(p.start, p.length, p.backward) for p in self.points if not p.failed])
+
+    def fit_errors(self) -> list[tuple[int, int, float, float]]:
+        """(start, length, forward's, backward's relative error) at the held-out points."""
+        forward, backward = self.forward, self.backward
+        return [
+            (
+                p.start,
+                p.length,
+                forward.seconds(p.start, p.length) / p.forward - 1,
+                backward.seconds(p.start, p.length) / p.backward - 1,
+            )
+            for p in self.held_out
+            if not p.failed
+        ]
+
+
+def points_to_measure(seq_len: int, shortest: int, reads_prefix: bool) -> tuple[list, list]:
+    """((start, length) to fit, (start, length) held out); the coarse ones come first, for a short time budget."""
+    lengths = [seq_len]
+    while lengths[-1] > shortest:
+        lengths.append(max(shortest, lengths[-1] // 2))
+    # Ends first, then the middle: a surface exists as soon as there are two lengths.
+    ordered = sorted(lengths[1:], key=lambda n: (n not in (lengths[-1], lengths[min(2, len(lengths) - 1)]), -n))
+    points = []
+    for length in ordered:
+        points += [(0, length)] + ([(seq_len - length, length)] if reads_prefix and length < seq_len else [])
+    points.append((0, seq_len))
+    held_out = []
+    for share, part in ((3, 3), (12, 2)):
+        length = max(shortest, seq_len // share)
+        if length not in lengths:
+            held_out.append((seq_len // part if reads_prefix else 0, length))
+    return points, held_out
+
+
+class Cache:
+    """Measured points in a JSON file, written after each, so that an interrupted search goes on where it was."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.points: dict[str, dict] = {}
+        if path.exists():
+            try:
+                self.points = json.loads(path.read_text())
+            except json.JSONDecodeError:
+                raise ValueError(f"{path}: not readable as JSON; delete it to measure afresh") from None
+
+    def get(self, key: str, start: int, length: int) -> Point | None:
+        entry = self.points.get(f"{key} {start} {length}")
+        return None if entry is None else Point(**entry)
+
+    def put(self, key: str, point: Point) -> None:
+        self.points[f"{key} {point.start} {point.length}"] = asdict(point)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.points, indent=0) + "\n")
+        partial.replace(self.path)
+
+
+class Budget:
+    """A time budget in seconds; None is no limit."""
+
+    def __init__(self, seconds: float | None):
+        self.stop = None if seconds is None else time.monotonic() + seconds
+
+    @property
+    def spent(self) -> bool:
+        return self.stop is not None and time.monotonic() > self.stop
+
+
+def profile_stage(
+    run: Callable[[int, int], Point], key: str, cache: Cache, wanted: tuple[list, list], budget: Budget,
+    progress: Callable[[str], None],
+) -> StageProfile:
+    """Measures what the cache does not hold, until the budget is spent (but at least two lengths).
+
+    A new point far above what the others say is measured once more and the lesser figures kept: something else ran.
+    """
+    fitted, held_out, new = [], [], []
+    for kept, points in ((fitted, wanted[0]), (held_out, wanted[1])):
+        for start, length in points:
+            point = cache.get(key, start, length)
+            if point is None:
+                enough = len({p.length for p in fitted if not p.failed}) >= 2
+                if budget.spent and enough:
+                    continue
+                progress(f"chunk of {length} tokens at {start}")
+                point = run(start, length)
+                cache.put(key, point)
+                new.append(point)
+            kept.append(point)
+    for kept in (fitted, held_out):
+        for i, point in enumerate(kept):
+            if point in new and not budget.spent and _is_suspicious(point, [p for p in fitted if p is not point]):
+                progress(f"chunk of {point.length} tokens at {point.start}, once more")
+                again = run(point.start, point.length)
+                if not again.failed:
+                    least = (min(point.forward, again.forward), min(point.backward, again.backward))
+                    kept[i] = replace(again, forward=least[0], backward=least[1])
+                    cache.put(key, kept[i])
+    return StageProfile(tuple(fitted), tuple(held_out))
+
+
+def _is_suspicious(point: Point, others: Sequence[Point]) -> bool:
+    """Slower by an eighth than the surface through the other points says."""
+    others = [p for p in others if not p.failed]
+    if point.failed or len({p.length for p in others}) < 2:
+        return False
+    forward, backward = (
+        CostSurface([(p.start, p.length, getattr(p, what)) for p in others]).seconds(point.start, point.length)
+        for what in ("forward", "backward")
+    )
+    return point.forward > 1.125 * forward or point.backward > 1.125 * backward
+
+
+ACTION_SHARE = {Kind.I: 0.5, Kind.W: 0.5}  # of a full backward, where it is split; not measured apart

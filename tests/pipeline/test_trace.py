@@ -1,0 +1,96 @@
+"""The simulator and the trace against the real runtime in gloo processes, with costs that the test sets by sleeping."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from stateflow.pipeline.policies import build_schedule
+from stateflow.pipeline.schedule import Kind
+from stateflow.pipeline.simulator import simulate
+from stateflow.pipeline.trace import ActionTrace, read_trace
+from tests import cases
+
+from .test_runtime import build
+
+pytestmark = pytest.mark.processes
+
+LENGTHS = [3, 2, 1]
+MILLISECONDS = {  # by stage, then chunk
+    Kind.F: [[20, 35, 50], [30, 30, 30]],
+    Kind.B: [[40, 60, 90], [50, 70, 55]],
+}
+
+
+def cost(action) -> float:
+    return MILLISECONDS[action.kind][action.stage][action.chunk] / 1e3
+
+
+def slowed(function, stage: int, kind: Kind):
+    """``function`` (microbatch, chunk, ...) that takes exactly its time in MILLISECONDS."""
+
+    def slow(microbatch, chunk, *args, **kwargs):
+        stop = time.perf_counter() + MILLISECONDS[kind][stage][chunk] / 1e3
+        result = function(microbatch, chunk, *args, **kwargs)
+        time.sleep(max(0.0, stop - time.perf_counter()))
+        return result
+
+    return slow
+
+
+def traced_steps(rank, group, *, folder, policy, microbatches, steps):
+    schedule, (stage,), _, plan = build(
+        rank, group, kinds=["gdn", "attention"], lengths=LENGTHS, microbatches=microbatches, policy=policy
+    )
+    stage.units.forward = slowed(stage.units.forward, rank, Kind.F)
+    stage.units.backward = slowed(stage.units.backward, rank, Kind.B)
+    trace = ActionTrace("cpu")
+    stage.action_hook = trace
+    tokens, labels = cases.make_batch(microbatches, plan.seq_len, 0)
+    for step in range(steps):
+        torch.distributed.barrier(group)
+        trace.begin()
+        schedule.step(*((tokens,) if stage.is_first else ()), target=labels if stage.is_last else None)
+        trace.end(step)
+    trace.write(folder, rank, schedule.schedule, plan.lengths)
+
+
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+def test_predicted_step_time_is_within_a_tenth_of_the_measured_one(workers, tmp_path, policy):
+    for attempt in range(3):  # other programs on the machine make steps longer, never shorter
+        folder = tmp_path / str(attempt)
+        workers.run(traced_steps, 2, folder=folder, policy=policy, microbatches=2, steps=4)
+        trace = read_trace(folder)
+        measured = min(step.step_time for step in trace.steps)
+        if measured == pytest.approx(simulate(trace.schedule, cost).step_time, rel=0.05):
+            break
+    schedule = build_schedule(policy, 2, 2, len(LENGTHS))
+    assert trace.schedule == schedule and trace.lengths == tuple(LENGTHS) and len(trace.steps) == 4
+    for step in trace.steps:
+        for row, spans in zip(schedule.table, step.spans, strict=True):
+            assert [span.action for span in spans] == list(row)  # the runtime's order is the table's
+            assert all(a.end <= b.start for a, b in zip(spans, spans[1:], strict=False))
+    predicted = simulate(schedule, cost).step_time
+    assert predicted == pytest.approx(measured, rel=0.1)
+    costs = trace.mean_costs()
+    assert all(costs[action] >= cost(action) for row in schedule.table for action in row)
+    assert simulate(schedule, costs.__getitem__).step_time == pytest.approx(trace.median_step().step_time, rel=0.1)
+
+
+def test_traces_that_do_not_belong_together_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no rank_\*.json there; train with \[stateflow\] trace = true"):
+        read_trace(tmp_path)
+    schedule = build_schedule("1f1b", 2, 1, 2)
+    ActionTrace("cpu").write(tmp_path, 0, schedule, [4, 4])
+    with pytest.raises(ValueError, match="rank_1.json is missing; there are rank_0.json"):
+        read_trace(tmp_path)
+    ActionTrace("cpu").write(tmp_path, 1, schedule, [5, 3])
+    with pytest.raises(ValueError, match="rank_1.json is of another run: its lengths differs"):
+        read_trace(tmp_path)
+    old = json.loads((tmp_path / "rank_0.json").read_text())
+    (tmp_path / "rank_0.json").write_text(json.dumps({**old, "version": 0}))
+    with pytest.raises(ValueError, match="version 0 of the files, this program reads 1"):
+        read_trace(tmp_path)

@@ -1,0 +1,234 @@
+"""Cost surfaces, the dynamic program and the search against brute force; plan files against what they refuse."""
+
+import dataclasses
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stateflow.chunks import ChunkCost, ChunkPlan
+from stateflow.cli import main
+from stateflow.pipeline.policies import build_schedule
+from stateflow.pipeline.schedule import Kind
+from stateflow.pipeline.simulator import simulate
+from stateflow.planning.devices import DEVICES
+from stateflow.planning.plan_file import PlanFile, Target, misfit, read_plan, write_plan
+from stateflow.planning.profile import (
+    Budget,
+    Cache,
+    CostSurface,
+    Point,
+    StageProfile,
+    measure,
+    points_to_measure,
+    profile_stage,
+)
+from stateflow.planning.search import Measured, best_cuts, search
+from tests import cases
+
+from .test_costs import make_job
+
+DEMO = str(Path(__file__).parents[2] / "titan_configs" / "demo.toml")
+TINY = ["--model.flavor=tiny", "--training.seq_len=128", "--validation.seq_len=128"]
+
+
+@given(st.floats(0, 10), st.floats(0.01, 10), st.floats(0, 1), st.integers(0, 900), st.integers(40, 1000))
+def test_a_surface_meets_eq_9_with_a_constant_exactly(constant, linear, quadratic, start, length):
+    cost = ChunkCost(linear, quadratic)
+    points, _ = points_to_measure(1024, 32, reads_prefix=True)
+    surface = CostSurface([(s, n, constant + cost.cost(s, n)) for s, n in points])
+    expected = constant + cost.cost(start, length)
+    assert surface.seconds(start, length) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_surface_does_not_smooth_a_corner():
+    """Launch-bound up to 256 tokens, then linear."""
+    surface = CostSurface([(0, n, max(1.0, n / 256)) for n in (64, 128, 256, 512, 1024)])
+    for length in range(64, 1025, 16):
+        assert surface.seconds(0, length) == pytest.approx(max(1.0, length / 256), rel=1e-9)
+    with pytest.raises(ValueError, match=r"lengths \[64\] only; two are the least"):
+        CostSurface([(0, 64, 1.0)])
+
+
+def compositions(cuts):
+    inner = cuts[1:-1]
+    for count in range(len(inner) + 1):
+        for chosen in itertools.combinations(inner, count):
+            yield [cuts[0], *chosen, cuts[-1]]
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32), st.integers(2, 7), st.integers(1, 6), st.integers(1, 8))
+def test_dynamic_program_finds_the_optimum(seed, num_cuts, num_microbatches, num_stages):
+    rng = random.Random(seed)
+    cuts = sorted(rng.sample(range(1, 100), num_cuts - 1))
+    cuts = [0, *cuts]
+    costs = {pair: rng.randint(1, 50) for pair in itertools.combinations(cuts, 2)}
+
+    def value(boundaries):
+        pieces = [costs[pair] for pair in zip(boundaries, boundaries[1:], strict=False)]
+        return num_microbatches * sum(pieces) + (num_stages - 1) * max(pieces)
+
+    found = best_cuts(cuts, lambda a, b: costs[a, b], num_microbatches, num_stages, num_cuts, num_limits=10**6)
+    boundaries, best = found[0]
+    assert best == value(boundaries) == min(map(value, compositions(cuts)))
+    fewer, _ = best_cuts(cuts, lambda a, b: costs[a, b], num_microbatches, num_stages, 1, num_limits=10**6)[0]
+    assert fewer == [cuts[0], cuts[-1]]
+
+
+def profile_of(cost, seq_len=64) -> StageProfile:
+    points, _ = points_to_measure(seq_len, 8, reads_prefix=True)
+    return StageProfile(tuple(Point(s, n, cost(s, n), 2 * cost(s, n)) for s, n in points), ())
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.5, 300.0])
+def test_search_finds_the_optimum_by_brute_force(overhead):
+    """Every cut of 64 tokens into pieces of 8, or into the family's, in each policy; chunks may also be a loss."""
+    job = dataclasses.replace(make_job(num_ranks=2, num_microbatches=2, seq_len=64), multiple=8)
+    cost = ChunkCost(1.0, 0.05)
+    measured = Measured(job, dataclasses.replace(DEVICES["cpu"], link_latency=0, link_bandwidth=float("inf")))
+    measured.use([profile_of(lambda s, n: overhead + cost.cost(s, n))] * 2)
+    found = search(measured, ["1f1b", "gpipe"])
+
+    def step_time(policy, plan):
+        schedule = build_schedule(policy, 2, 2, plan.num_chunks)
+        scale = {Kind.F: 1, Kind.B: 2}
+
+        def seconds(action):
+            start, stop = plan.span(action.chunk)
+            return scale[action.kind] * (overhead + cost.cost(start, stop - start))
+
+        return simulate(schedule, seconds).step_time
+
+    best = min(
+        step_time(policy, ChunkPlan(tuple(boundaries)))
+        for policy in ("1f1b", "gpipe")
+        for boundaries in compositions(list(range(0, 65, 8)))
+    )
+    assert found[0].step_time == pytest.approx(step_time(found[0].policy, found[0].plan), rel=1e-6)
+    assert found[0].step_time <= best * 1.01
+    assert (found[0].plan.num_chunks == 1) == (overhead == 300.0)  # never chunks that are slower
+    in_family = {(c.policy, c.plan.num_chunks, c.skew) for c in found}
+    assert ("gpipe", 4, 0.0) in in_family and ("1f1b", 1, 0.0) in in_family
+
+
+def test_memory_is_a_hard_limit():
+    job = make_job(num_ranks=2, num_microbatches=4, seq_len=256)
+    profile = profile_of(lambda s, n: 1.0 + n, 256)  # whole sequences are the fastest
+    free = search(Measured(job, DEVICES["cpu"]).use([profile] * 2), ["1f1b"])
+    peaks = sorted(max(c.peak_bytes) for c in free)
+    tight = search(Measured(job, DEVICES["cpu"], memory_limit=peaks[3]).use([profile] * 2), ["1f1b"])
+    assert max(tight[0].peak_bytes) <= peaks[3] < max(free[0].peak_bytes)
+    assert [c.fits for c in tight] == sorted((c.fits for c in tight), reverse=True)
+    assert tight[0].step_time == min(c.step_time for c in tight if c.fits)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_measure_runs_the_real_stage_and_leaves_nothing(part):
+    model = cases.make_model(["gdn", "attention"], torch.float32)
+    from stateflow.pipeline.split import split_model
+
+    module = split_model(model, 2)[part]
+    point = measure(
+        module, torch.device("cpu"), torch.float32, 24, 8, batch=2, dim=12, vocab_size=cases.VOCAB, is_first=part == 0,
+        is_last=part == 1, repeats=1,
+    )  # fmt: skip
+    assert point.forward > 0 and point.backward > 0 and not point.failed
+    assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
+
+
+def test_profiling_resumes_and_respects_its_budget(tmp_path):
+    calls = []
+
+    def run(start, length):
+        calls.append((start, length))
+        return Point(start, length, float(length), 2.0 * length)
+
+    wanted = points_to_measure(1024, 64, reads_prefix=True)
+    cache = Cache(tmp_path / "cache.json")
+    spent = profile_stage(run, "key", cache, wanted, Budget(-1), lambda text: None)
+    assert len({p.length for p in spent.points}) == 2 and len(calls) <= 3  # the least to interpolate
+    before = list(calls)
+    whole = profile_stage(run, "key", Cache(tmp_path / "cache.json"), wanted, Budget(None), lambda text: None)
+    assert set(calls) == {*wanted[0], *wanted[1]} and len(calls) == len(set(calls)) and calls[: len(before)] == before
+    assert whole.fit_errors() and max(abs(error[2]) for error in whole.fit_errors()) < 1e-9
+    profile_stage(run, "key", Cache(tmp_path / "cache.json"), wanted, Budget(None), lambda text: None)
+    assert len(calls) == len(set(calls))
+    (tmp_path / "cache.json").write_text("{")
+    with pytest.raises(ValueError, match="not readable as JSON; delete it"):
+        Cache(tmp_path / "cache.json")
+
+
+def test_a_disturbed_point_is_measured_again(tmp_path):
+    calls = []
+
+    def run(start, length):
+        calls.append((start, length))
+        slow = 3.0 if (start, length) == (0, 256) and calls.count((0, 256)) == 1 else 1.0
+        return Point(start, length, slow * length, 2.0 * length)
+
+    wanted = points_to_measure(1024, 64, reads_prefix=True)
+    profile = profile_stage(run, "key", Cache(tmp_path / "cache.json"), wanted, Budget(None), lambda text: None)
+    assert calls.count((0, 256)) == 2
+    assert profile.forward.seconds(0, 300) == pytest.approx(300)
+    assert Cache(tmp_path / "cache.json").get("key", 0, 256).forward == 256
+
+
+TARGET = Target("abc", 64, 2, 2, 4, "none")
+
+
+def test_plan_file_round_trip_and_refusals(tmp_path):
+    path = tmp_path / "plan.toml"
+    found = PlanFile(TARGET, "1f1b", (40, 24))
+    write_plan(path, found, {"device": 'a "b"', "verified": True, "x": 1.0, "y": None}, [{"chunk_lengths": [64]}])
+    assert read_plan(path) == found and found.plan().lengths == (40, 24)
+    assert misfit(found, TARGET, True) is None
+    other = dataclasses.replace(TARGET, seq_len=128)
+    assert misfit(found, other, True) == "was made for seq_len = 64, the run has 128"
+    assert misfit(found, dataclasses.replace(TARGET, model="x"), True) == "was made for another model"
+    assert misfit(found, TARGET, False) == "asks for the policy '1f1b', which is unknown here"
+    for old, new, message in (
+        ("version = 1", "version = 2", "has version 2, this program reads 1; make it anew"),
+        ("[40, 24]", "[40, 23]", "chunk lengths sum to 63"),
+        ("ranks = 2", "", "ranks"),
+        ("[plan]", "[plan", "is no TOML"),
+    ):
+        broken = tmp_path / "broken.toml"
+        broken.write_text(path.read_text().replace(old, new))
+        with pytest.raises(ValueError, match="plan file .*broken.toml.*" + message.replace("[", r"\[")):
+            read_plan(broken)
+    with pytest.raises(ValueError, match="cannot be read .*; make one with stateflow plan"):
+        read_plan(tmp_path / "none.toml")
+
+
+@pytest.mark.processes
+def test_a_plan_is_searched_verified_written_and_used(tmp_path, capsys):
+    folder = f"--job.dump_folder={tmp_path}"
+    arguments = [DEMO, *TINY, folder, "--time-budget", "120"]
+    assert main(["plan", *arguments, "--verify", "1"]) == 0
+    captured = capsys.readouterr()
+    assert "fit: worst error" in captured.out and "(whole sequences)" in captured.out
+    assert "verified by running them:" in captured.out and "predicted" in captured.out
+    found = read_plan(tmp_path / "plan.toml")
+    assert sum(found.chunk_lengths) == 128 and found.target.ranks == 2
+    assert "verified = true" in (tmp_path / "plan.toml").read_text()
+
+    assert main(["plan", *arguments, "--verify", "0"]) == 0  # everything is in the cache
+    assert "chunk of" not in capsys.readouterr().err
+
+    use = [DEMO, *TINY, f"--stateflow.plan={tmp_path / 'plan.toml'}"]
+    assert main(["simulate", *use, "--stateflow.num-chunks=None", "--json"]) == 0
+    assert f'"policy": "{found.policy}"' in capsys.readouterr().out
+    for extra, message in (
+        ([], "already says where to cut: drop num_chunks = 4, or the plan"),
+        (["--stateflow.num-chunks=None", "--stateflow.model.dim=64"], "was made for another model; make one for this"),
+        (["--stateflow.num-chunks=None", "--training.local_batch_size=4", "--validation.local_batch_size=4"],
+         "was made for microbatches = 2, the run has 4"),
+        (["--stateflow.num-chunks=None", "--activation_checkpoint.mode=full"], "was made for recompute = none"),
+    ):  # fmt: skip
+        assert main(["simulate", *use, *extra]) == 2
+        assert message in capsys.readouterr().err
