@@ -383,7 +383,11 @@ def test_op_level_recomputation_may_keep_the_result(device, monkeypatch):
             r"it is 300 \(the nearest is 256\)",
         ),
         (
-            dict(q_BTHK=torch.zeros(1, 4, 2, 136), k_BTHK=torch.zeros(1, 4, 2, 136), state_BHKV=torch.zeros(1, 2, 136, 16)),
+            dict(
+                q_BTHK=torch.zeros(1, 4, 2, 136),
+                k_BTHK=torch.zeros(1, 4, 2, 136),
+                state_BHKV=torch.zeros(1, 2, 136, 16),
+            ),
             "K must be at most 128 in float32, whose tiles need more shared memory; it is 136",
         ),
     ],
