@@ -146,15 +146,11 @@ def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) ->
     return run_to_its_end(command, env=env)
 
 
-def metrics_rank(config, nproc: int) -> int:
-    """The rank that logs losses: the first one of the last pipeline stage, as torchtitan has it."""
-    degree = config.parallelism.pipeline_parallel_degree
-    return nproc // degree * (degree - 1)
-
-
 def _train(options, config, titan_args: Sequence[str]) -> int:
+    from stateflow.titan.order import loss_rank
+
     nproc = options.nproc or world_size(config)
-    status = torchrun(nproc, "torchtitan.train", titan_args, log_rank=metrics_rank(config, nproc))
+    status = torchrun(nproc, "torchtitan.train", titan_args, log_rank=loss_rank(config, nproc))
     if status == 0:
         from stateflow.titan.report import summarize
 

@@ -178,6 +178,8 @@ def measure(row: Row, titan_args: Sequence[str], *, steps: int, warmup: int) -> 
     from torchtitan.config import ConfigManager
     from torchtitan.train import Trainer
 
+    from stateflow.titan.order import loss_rank
+
     config = ConfigManager().parse_args([*titan_args, *row.overrides])
     config.metrics.log_freq = 1
     cuda = torch.cuda.is_available()
@@ -206,8 +208,8 @@ def measure(row: Row, titan_args: Sequence[str], *, steps: int, warmup: int) -> 
     dist.all_gather_object(every, (seconds, peak, losses), group=group)
     row.seconds = [max(times) for times in zip(*(entry[0] for entry in every), strict=True)]
     row.peak_gib = [entry[1] for entry in every]
-    # Only the first rank of the last stage knows the loss; the others log -1.
-    row.losses = every[len(every) // trainer.parallel_dims.pp * (trainer.parallel_dims.pp - 1)][2]
+    # Only the rank of the last stage knows the loss; the others log -1.
+    row.losses = every[loss_rank(trainer.job_config, len(every))][2]
     row.flops_per_token = float(trainer.metrics_processor.num_flops_per_token)
     schedule = getattr(trainer, "pp_schedule", None)
     row.chunks = list(schedule.plan.lengths) if hasattr(schedule, "plan") else []
