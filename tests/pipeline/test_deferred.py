@@ -21,7 +21,8 @@ def make_stage(kinds, lengths, recompute=False):
 
 
 def is_projection(name):
-    return name.startswith("layers.") and any(part in name for part in ("_proj.", ".wq.", ".wk.", ".wv.", ".wo.", ".w1.", ".w2.", ".w3."))  # fmt: skip
+    parts = ("_proj.", ".wq.", ".wk.", ".wv.", ".wo.", ".w1.", ".w2.", ".w3.")
+    return name.startswith("layers.") and any(part in name for part in parts)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -100,8 +100,12 @@ CASES = [
          recompute=True, steps=2),
     dict(num_ranks=3, kinds=["gdn", "attention"] * 3, lengths=[2, 2], microbatches=4, per_rank=2, policy="v_shape"),
     dict(num_ranks=2, kinds=["gdn"] * 4, lengths=[2, 2], microbatches=2, per_rank=2, policy="mepipe", batch=2),
-    dict(num_ranks=3, kinds=["gdn", "attention", "gdn", "gdn", "attention"], lengths=[2, 1, 3], microbatches=2, table=1),
-    dict(num_ranks=2, kinds=["attention", "gdn", "gdn", "gdn"], lengths=[3, 2], microbatches=3, table=2, recompute=True),
+    dict(
+        num_ranks=3, kinds=["gdn", "attention", "gdn", "gdn", "attention"], lengths=[2, 1, 3], microbatches=2, table=1
+    ),
+    dict(
+        num_ranks=2, kinds=["attention", "gdn", "gdn", "gdn"], lengths=[3, 2], microbatches=3, table=2, recompute=True
+    ),
 ]  # fmt: skip
 
 
