@@ -84,7 +84,12 @@ LAYOUTS = {
     "over several cuts": ([3, 18, 3], [1, 22, 1]),
     "single tokens": ([1, 1, 3, 1, 2, 16], [11, 1, 1, 11]),
 }
-KINDS = {"gdn": ["gdn", "gdn"], "attention": ["attention", "attention"], "hybrid": ["gdn", "attention"]}
+KINDS = {
+    "gdn": ["gdn", "gdn"],
+    "mamba3": ["mamba3", "mamba3"],
+    "attention": ["attention", "attention"],
+    "hybrid": ["gdn", "attention"],
+}
 
 
 def make_case(layout, kinds, rope_reset):
@@ -123,9 +128,10 @@ def only(labels, mask):
 isolation = pytest.mark.parametrize(
     ("layout", "plan", "kinds", "rope_reset"),
     [
-        *[("whole chunk, and elsewhere", "5 chunks", kinds, False) for kinds in ("gdn", "attention")],
+        *[("whole chunk, and elsewhere", "5 chunks", kinds, False) for kinds in ("gdn", "mamba3", "attention")],
         *[(layout, "5 chunks", "hybrid", layout == "at cuts") for layout in LAYOUTS],
         *[("over several cuts", plan, "hybrid", True) for plan in ("one chunk", "single tokens")],
+        ("over several cuts", "single tokens", "mamba3", False),
     ],
 )
 
@@ -178,10 +184,10 @@ def test_without_the_reset_both_would_be_seen():
     assert not torch.equal(hidden[0, 12:], hidden_changed[0, 12:])
 
 
-@pytest.mark.parametrize("rope_reset", [False, True])
-def test_a_document_alone_gives_the_same_outputs(rope_reset):
+@pytest.mark.parametrize(("kinds", "rope_reset"), [("hybrid", False), ("hybrid", True), ("mamba3", False)])
+def test_a_document_alone_gives_the_same_outputs(kinds, rope_reset):
     """Reset at its start and only there: every document is as if it were the whole sequence."""
-    model, tokens, labels, ids, docs = make_case("over several cuts", KINDS["hybrid"], rope_reset)
+    model, tokens, labels, ids, docs = make_case("over several cuts", KINDS[kinds], rope_reset)
     hidden, _, _ = run(model, PLANS["5 chunks"], tokens, labels, docs)
     for document in ids.unique().tolist():
         inside = ids == document
@@ -206,8 +212,9 @@ def test_gradients_with_rope_reset_equal_the_unchunked_reference(rope_reset):
     assert worst <= 1e-10, (name, worst)
 
 
-def test_no_boundary_is_as_if_there_were_no_documents():
-    model, tokens, labels, ids, _ = make_case("at cuts", KINDS["hybrid"], False)
+@pytest.mark.parametrize("kinds", ["hybrid", "mamba3"])
+def test_no_boundary_is_as_if_there_were_no_documents(kinds):
+    model, tokens, labels, ids, _ = make_case("at cuts", KINDS[kinds], False)
     without = run(model, PLANS["5 chunks"], tokens, labels, None)
     zeros = run(model, PLANS["5 chunks"], tokens, labels, torch.zeros_like(ids))
     assert torch.equal(without[0], zeros[0]) and torch.equal(without[1], zeros[1])

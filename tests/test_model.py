@@ -26,6 +26,10 @@ CONFIG = ModelConfig(
     num_attention_heads=2,
     num_kv_heads=1,
     attention_head_dim=4,
+    num_mamba_heads=2,
+    mamba_head_dim=5,
+    mamba_state_dim=6,
+    mamba_num_angles=2,
     ffn_dim=10,
     init_std=0.3,
     init_seed=5,
@@ -82,7 +86,7 @@ def test_documents_reach_every_layer():
     tokens, _ = make_batch(9)
     docs = torch.tensor([[0] * 4 + [4] * 5] * 2)
     others = torch.cat([(tokens[:, :4] + 1) % 17, tokens[:, 4:]], dim=1)
-    for pattern in (["gdn"], ["attention"], ["gdn", "attention"]):
+    for pattern in (["gdn"], ["mamba3"], ["attention"], ["gdn", "attention"]):
         model = make_model(pattern=pattern)
         separate, mixed = ([logits(model(x, d)) for x in (tokens, others)] for d in (docs, None))
         assert torch.equal(separate[0][:, 4:], separate[1][:, 4:])
@@ -240,6 +244,8 @@ def test_config_survives_json():
         (dict(num_v_heads=0), "num_v_heads = 0: must be an integer of at least 1"),
         (dict(num_attention_heads=8, num_kv_heads=5), "num_kv_heads = 5: must divide .* = 8; use 4"),
         (dict(attention_head_dim=7), "attention_head_dim = 7: must be even .*; use 8"),
+        (dict(mamba_num_angles=4), "mamba_num_angles = 4: .* at most half of them; use 1"),
+        (dict(num_mamba_heads=0), "num_mamba_heads = 0: must be an integer of at least 1"),
     ],
 )
 def test_config_refusals(changes, message):
@@ -260,3 +266,25 @@ def test_counts_match_a_hand_count():
     recurrence = 2 * 18 * 2 * 4 * 3
     assert flops_per_token(CONFIG, 100) == 6 * matrices + 6 * 2 * 4 * 100 + recurrence
     assert flops_per_token(replace(CONFIG, num_v_heads=None, num_heads=2), 8) > 0
+
+
+def test_counts_of_mamba3_match_a_hand_count():
+    d, ffn, vocab, layers = 12, 10, 17, 2
+    config = replace(CONFIG, pattern=["mamba3"], num_layers=layers)
+    mamba3 = d * (10 + 10 + 6 + 6 + 2 + 2 + 2 + 2) + 10 * d
+    matrices = layers * (mamba3 + 3 * d * ffn) + vocab * d
+    others = layers * (2 + 2 + 2 * 6 + 2 * 2 * 6) + layers * 2 * d + d
+    assert count_parameters(config) == matrices + others + vocab * d
+    assert flops_per_token(config, 100) == 6 * matrices + layers * 12 * 2 * 6 * 5
+
+
+def test_initial_distributions_of_mamba3():
+    config = replace(CONFIG, pattern=["mamba3"], dim=64, num_mamba_heads=256, init_seed=1)
+    model = LanguageModel(config)
+    model.init_weights()
+    w = {name.removeprefix("layers.0.mixer."): p for name, p in model.named_parameters()}
+    step = nn.functional.softplus(w["dynamics.dt_bias"])
+    assert 0.9e-3 < step.min() < 2e-3 and 5e-2 < step.max() < 1.01e-1
+    assert all((w[f"dynamics.{name}"] == 1).all() for name in ("B_norm", "C_norm", "B_bias", "C_bias", "D"))
+    assert w["x_proj.weight"].std().item() == pytest.approx(0.3, rel=0.1)
+    assert w["out_proj.weight"].std().item() == pytest.approx(0.3 / math.sqrt(6), rel=0.1)

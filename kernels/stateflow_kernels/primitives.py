@@ -23,7 +23,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """x in DTYPE, to the nearest value and ties to even. (The interpreter's own cast to bfloat16 truncates.)"""
-    if _INTERPRETED and DTYPE == tl.bfloat16 and x.dtype == tl.float32:
+    if _INTERPRETED and DTYPE == tl.bfloat16 and x.dtype == tl.float32:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,8 +132,9 @@ def _describe_outcome(problem: Problem, outcome: Outcome) -> list[str]:
     return lines
 
 
-def run(heads: int, k_dim: int, v_dim: int) -> int:
-    """Prints the report. Returns 0, or 1 if a self-check failed with the plan that would be used."""
+def run(heads: int, k_dim: int, v_dim: int, config: Path | None = None, overrides: Sequence[str] = ()) -> int:
+    """Prints the report, with ``config`` also on that run. Returns 0, or 1 if something would end or spoil a run."""
+    from stateflow import preflight
     from stateflow_kernels import plans
 
     found = versions()
@@ -174,4 +176,12 @@ def run(heads: int, k_dim: int, v_dim: int) -> int:
     for entry in known:
         print(f"  {entry.component} {found[entry.component]}: {entry.what} ({entry.source})")
         print(f"    {entry.here}")
-    return int(failed)
+
+    print("\nbefore a launch:", flush=True)
+    findings = preflight.check_versions(found)
+    if torch.cuda.is_available():
+        findings += preflight.check_links(torch.cuda.device_count(), torch.cuda.can_device_access_peer)
+    if config is not None:
+        findings += preflight.check_config(config, overrides)
+    print("\n".join(map(str, findings)))
+    return int(failed or any(finding.fatal for finding in findings))

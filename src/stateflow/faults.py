@@ -31,14 +31,14 @@ def drop_state_grad() -> AbstractContextManager:
     return _wrapped(ChunkStage, "_outgoing_grads", make)
 
 
-def drop_conv_tail() -> AbstractContextManager:
-    """Each chunk's short convolutions start from zeros instead of the previous chunk's last inputs."""
+def _drop_carries(names: tuple[str, ...]) -> AbstractContextManager:
+    """Each chunk starts from zeros in the carried tensors whose name begins with one of `names`."""
 
     def make(original):
         def incoming(self, *args):
             carries = original(self, *args)
             for layer, name in self.spec.carries:
-                if name.startswith("conv"):
+                if name.startswith(names):
                     with torch.no_grad():
                         carries[layer, name].zero_()
             return carries
@@ -46,6 +46,16 @@ def drop_conv_tail() -> AbstractContextManager:
         return incoming
 
     return _wrapped(ChunkStage, "_incoming_carries", make)
+
+
+def drop_conv_tail() -> AbstractContextManager:
+    """Each chunk's short convolutions start from zeros instead of the previous chunk's last inputs."""
+    return _drop_carries(("conv",))
+
+
+def drop_last_token() -> AbstractContextManager:
+    """Mamba-3's trapezoidal rule misses, at each chunk's first token, the k and v of the token before."""
+    return _drop_carries(("k_last", "v_last"))
 
 
 def drop_kv_grad() -> AbstractContextManager:
@@ -125,6 +135,7 @@ def drop_weight_grad() -> AbstractContextManager:
 FAULTS: dict[str, Callable[[], AbstractContextManager]] = {
     "drop-state-grad": drop_state_grad,
     "drop-conv-tail": drop_conv_tail,
+    "drop-last-token": drop_last_token,
     "drop-kv-grad": drop_kv_grad,
     "ascending-backward": ascending_backward,
     "shift-labels-per-chunk": shift_labels_per_chunk,

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from stateflow.recurrence.operation import Operation
+
 from .recurrence.numerics import at_least_float32, product
 from .sharded_loss import sharded_linear_cross_entropy
 
@@ -24,7 +26,7 @@ def _blocks(num_tokens: int, block_tokens: int) -> list[slice]:
     ]
 
 
-@torch.library.custom_op("stateflow::linear_cross_entropy", mutates_args=())
+@Operation("stateflow::linear_cross_entropy")
 def _linear_cross_entropy(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, ignore_index: int, block_tokens: int
 ) -> tuple[Tensor, Tensor]:
@@ -48,7 +50,7 @@ def _(hidden_ND, weight_VD, labels_N, ignore_index, block_tokens):
     return hidden_ND.new_empty((), dtype=dtype), hidden_ND.new_empty(hidden_ND.shape[0], dtype=dtype)
 
 
-@torch.library.custom_op("stateflow::linear_cross_entropy_backward", mutates_args=())
+@Operation("stateflow::linear_cross_entropy_backward")
 def _linear_cross_entropy_backward(
     grad_loss: Tensor,
     hidden_ND: Tensor,

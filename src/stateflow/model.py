@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .layers import Attention, Block, GatedDeltaNet, Mixer, State, StateSpec, initialize
+from .layers import Attention, Block, GatedDeltaNet, Mamba3, Mixer, State, StateSpec, initialize
 from .layers.attention import nearest_divisor
 from .recurrence.backends import BACKENDS
 
@@ -29,6 +29,17 @@ def _gated_delta_net(config: "ModelConfig") -> Mixer:
     )
 
 
+def _mamba3(config: "ModelConfig") -> Mixer:
+    return Mamba3(
+        config.dim,
+        config.num_mamba_heads,
+        head_dim=config.mamba_head_dim,
+        state_dim=config.mamba_state_dim,
+        num_angles=config.mamba_num_angles,
+        backend=config.backend,
+    )
+
+
 def _attention(config: "ModelConfig") -> Mixer:
     return Attention(
         config.dim,
@@ -42,8 +53,11 @@ def _attention(config: "ModelConfig") -> Mixer:
     )
 
 
-MIXERS: dict[str, Callable[["ModelConfig"], Mixer]] = {"gdn": _gated_delta_net, "attention": _attention}
-
+MIXERS: dict[str, Callable[["ModelConfig"], Mixer]] = {
+    "gdn": _gated_delta_net,
+    "mamba3": _mamba3,
+    "attention": _attention,
+}
 
 _COUNTS = (
     "dim",
@@ -54,6 +68,10 @@ _COUNTS = (
     "head_k_dim",
     "head_v_dim",
     "conv_size",
+    "num_mamba_heads",
+    "mamba_head_dim",
+    "mamba_state_dim",
+    "mamba_num_angles",
     "num_attention_heads",
     "num_kv_heads",
     "attention_head_dim",
@@ -69,6 +87,7 @@ class ModelConfig:
         pattern: mixer names, tiled over the layers: ["gdn", "gdn", "gdn", "attention"] makes every fourth
             layer softmax attention.
         num_heads, num_v_heads, head_k_dim, head_v_dim, conv_size, allow_neg_eigval: of `GatedDeltaNet`.
+        num_mamba_heads, mamba_head_dim, mamba_state_dim, mamba_num_angles: of `Mamba3`.
         num_attention_heads, num_kv_heads, attention_head_dim, rope_theta, rope_reset: of `Attention`.
         init_std: of the projections; those back into the residual stream get init_std / sqrt(2 num_layers).
         init_seed: seed of the parameters; None is torch.initial_seed() at the time of `init_weights`.
@@ -86,6 +105,10 @@ class ModelConfig:
     head_v_dim: int = 64
     conv_size: int = 4
     allow_neg_eigval: bool = False
+    num_mamba_heads: int = 8
+    mamba_head_dim: int = 64
+    mamba_state_dim: int = 128
+    mamba_num_angles: int = 32
     num_attention_heads: int = 4
     num_kv_heads: int = 4
     attention_head_dim: int = 64
@@ -122,6 +145,12 @@ class ModelConfig:
             raise ValueError(
                 f"num_v_heads = {num_v_heads}: must be a multiple of num_heads = {self.num_heads}; "
                 f"use {nearest}"
+            )
+        if 2 * self.mamba_num_angles > self.mamba_state_dim:
+            raise ValueError(
+                f"mamba_num_angles = {self.mamba_num_angles}: each turns a pair of the mamba_state_dim = "
+                f"{self.mamba_state_dim} dimensions, so it must be at most half of them; "
+                f"use {max(1, self.mamba_state_dim // 4)}"
             )
         num_heads = self.num_attention_heads
         if num_heads % self.num_kv_heads:
@@ -294,19 +323,23 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
         6 * (weights of projections, convolutions, feed-forward and head; not the embedding, not vectors)
         + 6 * num_attention_layers * num_attention_heads * attention_head_dim * seq_len
         + 18 * num_gdn_layers * num_v_heads * head_k_dim * head_v_dim
+        + 12 * num_mamba3_layers * num_mamba_heads * mamba_state_dim * mamba_head_dim
 
     The second term is the usual 12 H K T of the two attention products, halved since a token sees on average
-    half of the sequence. The third is the recurrence as defined, whatever a chunk form does beside it:
-    reading with k, writing the outer product and reading with q are 2 K V each, and the backward takes twice
-    that.
+    half of the sequence. The others are the recurrences as defined, whatever a chunk form does beside them.
+    Gated delta rule: reading with k, writing the outer product and reading with q are 2 K V each, and the
+    backward takes twice that. Mamba-3: writing and reading; the two outer products of the trapezoidal rule count
+    as one, since each token's k v^T can be written once, with the sum of its weights.
     """
     weights = sum(
         parameter.numel()
         for name, parameter in _on_meta(config).named_parameters()
-        if parameter.dim() >= 2 and not name.startswith("tok_embeddings.")
+        if parameter.dim() >= 2 and not name.startswith("tok_embeddings.") and not name.endswith("_bias")
     )
     kinds = config.layer_kinds()
     attention = 6 * config.num_attention_heads * config.attention_head_dim * seq_len
     num_v_heads = config.num_heads if config.num_v_heads is None else config.num_v_heads
-    recurrence = 18 * num_v_heads * config.head_k_dim * config.head_v_dim
-    return 6 * weights + kinds.count("attention") * attention + kinds.count("gdn") * recurrence
+    gdn = 18 * num_v_heads * config.head_k_dim * config.head_v_dim
+    mamba3 = 12 * config.num_mamba_heads * config.mamba_state_dim * config.mamba_head_dim
+    by_kind = {"attention": attention, "gdn": gdn, "mamba3": mamba3}
+    return 6 * weights + sum(by_kind[kind] for kind in kinds)

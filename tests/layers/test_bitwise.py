@@ -3,13 +3,19 @@
 import pytest
 import torch
 
-from stateflow.layers import GatedDeltaNet
+from stateflow.layers import GatedDeltaNet, Mamba3
+
+LAYERS = {
+    "gdn": lambda: GatedDeltaNet(96, 2, 4, head_k_dim=32, head_v_dim=24),
+    "mamba3": lambda: Mamba3(96, 4, head_dim=24, state_dim=32, num_angles=8),
+}
 
 
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("cut", [[64, 256], [128, 128, 64], [64] * 5], ids=str)
-def test_a_cut_recurrent_layer_gives_the_bits_of_the_uncut_one(cut):
+def test_a_cut_recurrent_layer_gives_the_bits_of_the_uncut_one(kind, cut):
     torch.manual_seed(0)
-    layer = GatedDeltaNet(96, 2, 4, head_k_dim=32, head_v_dim=24)
+    layer = LAYERS[kind]()
     x_BTD = torch.randn(2, 320, 96)
     weight_BTD = torch.randn_like(x_BTD)
 

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stateflow.layers import Attention, Block, GatedDeltaNet
+from stateflow.layers import Attention, Block, GatedDeltaNet, Mamba3
 from tests.recurrence.op_testing import assert_close, assert_same_bits, documents, with_grads
 
 DIM = 8
@@ -11,11 +11,11 @@ DIM = 8
 
 def make_block(kind: str, dtype: torch.dtype = torch.float32) -> Block:
     torch.manual_seed(3)
-    mixer = (
-        GatedDeltaNet(DIM, 1, 2, head_k_dim=4, head_v_dim=3, chunk_size=8)
-        if kind == "gdn"
-        else Attention(DIM, 2, 1, head_dim=4)
-    )
+    mixer = {
+        "gdn": lambda: GatedDeltaNet(DIM, 1, 2, head_k_dim=4, head_v_dim=3, chunk_size=8),
+        "mamba3": lambda: Mamba3(DIM, 2, head_dim=3, state_dim=4, num_angles=1, chunk_size=8),
+        "attention": lambda: Attention(DIM, 2, 1, head_dim=4),
+    }[kind]()
     return Block(DIM, mixer, ffn_dim=12).to(dtype)
 
 
@@ -35,7 +35,7 @@ def run(block: nn.Module, arguments, docs: Tensor | None, parameters: list[Tenso
     return with_grads([y, *update], [x, *state, *parameters])
 
 
-@pytest.mark.parametrize("kind", ["gdn", "attention"])
+@pytest.mark.parametrize("kind", ["gdn", "mamba3", "attention"])
 def test_block_is_mixer_and_feed_forward_beside_the_residual(kind):
     block = make_block(kind, torch.float64)
     x, state = make_arguments(block, torch.float64)
@@ -49,7 +49,7 @@ def test_block_is_mixer_and_feed_forward_beside_the_residual(kind):
     assert_close([y, *update], [middle + ffn.w2(gated), *expected_update])
 
 
-@pytest.mark.parametrize(("kind", "with_docs"), [("gdn", False), ("attention", True)])
+@pytest.mark.parametrize(("kind", "with_docs"), [("gdn", False), ("mamba3", True), ("attention", True)])
 def test_block_compiles_to_one_graph(kind, with_docs):
     block = make_block(kind)
     arguments, docs = make_arguments(block), documents(2, 11) if with_docs else None
@@ -60,7 +60,7 @@ def test_block_compiles_to_one_graph(kind, with_docs):
     )
 
 
-@pytest.mark.parametrize("kind", ["gdn", "attention"])
+@pytest.mark.parametrize("kind", ["gdn", "mamba3", "attention"])
 def test_recomputation_gives_the_same_bits(kind):
     block = make_block(kind)
     arguments, docs, parameters = make_arguments(block), documents(2, 11), list(block.parameters())
@@ -71,7 +71,7 @@ def test_recomputation_gives_the_same_bits(kind):
     assert_same_bits(run(recomputed, arguments, docs, parameters), run(block, arguments, docs, parameters))
 
 
-@pytest.mark.parametrize("kind", ["gdn", "attention"])
+@pytest.mark.parametrize("kind", ["gdn", "mamba3", "attention"])
 def test_16_bit_blocks_carry_float32(kind):
     block = make_block(kind, torch.bfloat16)
     x, state = make_arguments(block, torch.bfloat16)
@@ -83,7 +83,7 @@ def test_16_bit_blocks_carry_float32(kind):
         assert grad.isfinite().all() and grad.dtype == tensor.dtype
 
 
-@pytest.mark.parametrize("kind", ["gdn", "attention"])
+@pytest.mark.parametrize("kind", ["gdn", "mamba3", "attention"])
 def test_initializers_name_every_parameter(kind):
     block = make_block(kind)
     assert block.initializers(0.1, 0.1).keys() == dict(block.named_parameters()).keys()

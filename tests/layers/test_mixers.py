@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stateflow.layers import Attention, GatedDeltaNet, HeadGroups, Mixer
+from stateflow.layers import Attention, GatedDeltaNet, HeadGroups, Mamba3, Mixer
 from tests.recurrence.op_testing import assert_close, assert_same_bits, documents, with_grads
 
 DIM = 10
-KINDS = ("gdn", "gdn with more value heads", "attention", "attention with reset positions")
+KINDS = ("gdn", "gdn with more value heads", "mamba3", "attention", "attention with reset positions")
 
 
 def make_mixer(kind: str, dtype: torch.dtype = torch.float64, backend: str = "chunk") -> Mixer:
@@ -22,6 +22,8 @@ def make_mixer(kind: str, dtype: torch.dtype = torch.float64, backend: str = "ch
         mixer = GatedDeltaNet(
             DIM, 1, 3, head_k_dim=3, head_v_dim=5, conv_size=3, allow_neg_eigval=True, backend=backend
         )
+    elif kind == "mamba3":
+        mixer = Mamba3(DIM, 3, head_dim=4, state_dim=6, num_angles=2, chunk_size=8, backend=backend)
     else:
         reset = kind == "attention with reset positions"
         mixer = Attention(DIM, 4, 2, head_dim=6, rope_theta=50.0, rope_reset=reset, backend=backend)
@@ -276,6 +278,8 @@ def test_decay_gate_is_float32_whatever_the_activations():
 
 
 def test_refusals():
+    with pytest.raises(ValueError, match="num_angles = 4 must be from 1 to half of state_dim = 6: use 3"):
+        Mamba3(DIM, 2, state_dim=6, num_angles=4)
     with pytest.raises(ValueError, match="num_v_heads = 5 is no multiple of num_heads = 2: use 4"):
         GatedDeltaNet(DIM, 2, 5, head_k_dim=4, head_v_dim=4)
     with pytest.raises(ValueError, match="num_kv_heads = 3 does not divide num_heads = 4: use 2"):

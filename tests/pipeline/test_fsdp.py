@@ -44,7 +44,7 @@ def shard(part, mesh, policy):
 
 
 def train_sharded(rank, group, *, policy, lengths, microbatches=2, num_stages=4, mixed=False, weight_lag=None):
-    """One step of a pipeline on each of two ranks, sharded over both: (gradients, difference, collectives, ...)."""
+    """One step of a pipeline on each of two ranks alone, sharded over both: gradients, difference, collectives, ..."""
     alone = dist.new_group([rank], use_local_synchronization=True)
     mesh = DeviceMesh.from_group(group, "cpu")
     dtype = torch.float32 if mixed else torch.float64

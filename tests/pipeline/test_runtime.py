@@ -82,6 +82,8 @@ def compare_with_reference(rank, group, *, microbatches, batch=1, seed=0, docume
 CASES = [
     dict(num_ranks=2, kinds=["gdn", "attention"], lengths=[4, 1, 3], microbatches=2),
     dict(num_ranks=2, kinds=["gdn", "gdn"], lengths=[2, 5], microbatches=1, recompute=True),
+    dict(num_ranks=2, kinds=["mamba3", "attention"], lengths=[4, 1, 3], microbatches=2, recompute=True),
+    dict(num_ranks=4, kinds=["mamba3"] * 3 + ["attention"], lengths=[2, 5, 1], microbatches=2, documents=True),
     dict(num_ranks=2, kinds=["attention", "gdn"], lengths=[6], microbatches=3, policy="gpipe", batch=2),
     dict(num_ranks=2, kinds=["gdn", "attention"] * 2, lengths=[3, 3, 1], microbatches=3, per_rank=2, documents=True),
     dict(num_ranks=2, kinds=["gdn"] * 4, lengths=[1, 1, 2], microbatches=2, per_rank=2, policy="gpipe"),
@@ -98,8 +100,12 @@ CASES = [
          recompute=True, steps=2),
     dict(num_ranks=3, kinds=["gdn", "attention"] * 3, lengths=[2, 2], microbatches=4, per_rank=2, policy="v_shape"),
     dict(num_ranks=2, kinds=["gdn"] * 4, lengths=[2, 2], microbatches=2, per_rank=2, policy="mepipe", batch=2),
-    dict(num_ranks=3, kinds=["gdn", "attention"] * 2 + ["gdn"], lengths=[2, 1, 3], microbatches=2, table=1),
-    dict(num_ranks=2, kinds=["attention", "gdn"] * 2, lengths=[3, 2], microbatches=3, table=2, recompute=True),
+    dict(
+        num_ranks=3, kinds=["gdn", "attention", "gdn", "gdn", "attention"], lengths=[2, 1, 3], microbatches=2, table=1
+    ),
+    dict(
+        num_ranks=2, kinds=["attention", "gdn", "gdn", "gdn"], lengths=[3, 2], microbatches=3, table=2, recompute=True
+    ),
 ]  # fmt: skip
 
 
@@ -113,7 +119,7 @@ def test_gradients_equal_the_unchunked_reference(workers, case):
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f != "ascending-backward"])
 def test_a_planted_fault_turns_the_comparison_red(workers, fault):
     results = workers.run(
-        compare_with_reference, 2, kinds=["gdn", "attention"], lengths=[4, 1, 3], microbatches=2, fault=fault,
+        compare_with_reference, 2, kinds=["gdn", "mamba3", "attention"], lengths=[4, 1, 3], microbatches=2, fault=fault,
         policy="zero_bubble" if fault == "drop-weight-grad" else "1f1b",
     )  # fmt: skip
     assert max(worst for worst, *_ in results) > 1e-4

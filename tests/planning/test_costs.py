@@ -35,7 +35,7 @@ def make_job(config=None, num_ranks=2, num_microbatches=2, **changes) -> Job:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("flavor", ["tiny", "demo", "gdn_3b_hybrid", "gdn_32b"])
+@pytest.mark.parametrize("flavor", ["tiny", "demo", "gdn_3b_hybrid", "gdn_32b", "mamba3_3b_hybrid"])
 def test_flops_of_a_sequence_are_those_of_the_model(flavor):
     """Forward plus backward of all stages is flops_per_token, but for the loss, which computes its logits twice."""
     config, seq_len = FLAVORS[flavor], 4096
@@ -53,7 +53,7 @@ def test_flops_of_a_sequence_are_those_of_the_model(flavor):
 @given(st.integers(0, 60), st.integers(1, 64))
 def test_eq_9_is_additive_over_chunks(cut, length):
     """Chunks of a sequence cost what the sequence costs: nothing is counted twice."""
-    (stage, _) = stage_costs(make_job())
+    (_, stage) = stage_costs(make_job())  # with an attention layer
     cut = min(cut, length)
     for flops in (stage.forward_flops, stage.backward_flops):
         whole, left, right = flops(0, length), flops(0, cut), flops(cut, length - cut)
@@ -61,7 +61,7 @@ def test_eq_9_is_additive_over_chunks(cut, length):
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("kind", ["gdn", "attention"])
+@pytest.mark.parametrize("kind", ["gdn", "mamba3", "attention"])
 def test_tensor_parallelism_divides_what_it_can(kind, degree):
     config = FLAVORS["gdn_3b_hybrid"]
     one, part = (layer_cost(config, kind, d, torch.bfloat16) for d in (1, degree))
@@ -72,7 +72,8 @@ def test_tensor_parallelism_divides_what_it_can(kind, degree):
         assert part.window_bytes == one.window_bytes * {2: 3, 4: 2}[degree] / 5
         assert part.dense > one.dense / degree
     else:
-        assert part.dense == one.dense / degree
+        shared = 1.03 if kind == "mamba3" else 1.0  # every rank computes Mamba-3's B and C
+        assert one.dense / degree <= part.dense <= shared * one.dense / degree
         assert part.carry_bytes == one.carry_bytes / degree
 
 

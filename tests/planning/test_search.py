@@ -163,6 +163,21 @@ def test_profiling_resumes_and_respects_its_budget(tmp_path):
         Cache(tmp_path / "cache.json")
 
 
+def test_a_disturbed_point_is_measured_again(tmp_path):
+    calls = []
+
+    def run(start, length):
+        calls.append((start, length))
+        slow = 3.0 if (start, length) == (0, 256) and calls.count((0, 256)) == 1 else 1.0
+        return Point(start, length, slow * length, 2.0 * length)
+
+    wanted = points_to_measure(1024, 64, reads_prefix=True)
+    profile = profile_stage(run, "key", Cache(tmp_path / "cache.json"), wanted, Budget(None), lambda text: None)
+    assert calls.count((0, 256)) == 2
+    assert profile.forward.seconds(0, 300) == pytest.approx(300)
+    assert Cache(tmp_path / "cache.json").get("key", 0, 256).forward == 256
+
+
 TARGET = Target("abc", 64, 2, 2, 4, "none")
 
 

@@ -16,7 +16,7 @@ from tests.pipeline.test_checker import random_schedule
 
 TOLERANCE = 1e-10
 
-layer_kinds = st.lists(st.sampled_from(["gdn", "attention"]), min_size=1, max_size=4)
+layer_kinds = st.lists(st.sampled_from(["gdn", "mamba3", "attention"]), min_size=1, max_size=4)
 chunk_lengths = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 
 
@@ -122,9 +122,10 @@ def test_initial_state_gradients(kinds, lengths, seed):
     assert worst <= TOLERANCE, (name, worst)
 
 
-def test_a_chunk_without_any_valid_label():
+@pytest.mark.parametrize("kind", ["gdn", "mamba3"])
+def test_a_chunk_without_any_valid_label(kind):
     plan = ChunkPlan.explicit(12, [5, 4, 3])
-    model = cases.make_model(["gdn", "attention"])
+    model = cases.make_model([kind, "attention"])
     tokens, labels = cases.make_batch(2, 12, seed=3)
     labels[:, 5:9] = -100
     loss, grads, _ = run_pipeline(model, plan, tokens, labels, ranks=2, microbatches=2)
@@ -141,7 +142,7 @@ def policy_that_shows(fault):
 def test_each_planted_fault_is_noticed(fault):
     """The comparison above would be worth nothing if a broken pipeline passed it."""
     plan = ChunkPlan.explicit(12, [5, 4, 3])
-    model = cases.make_model(["gdn", "attention"])
+    model = cases.make_model(["gdn", "mamba3", "attention"])
     tokens, labels = cases.make_batch(2, 12, seed=3)
     _, ref_grads = cases.reference_gradients(model, tokens, labels)
     with FAULTS[fault]():
@@ -151,9 +152,10 @@ def test_each_planted_fault_is_noticed(fault):
     assert cases.largest_difference(grads, ref_grads)[0] > 1e-4, fault
 
 
-def test_a_lost_state_gradient_does_not_show_in_the_loss():
+@pytest.mark.parametrize("kind", ["gdn", "mamba3"])
+def test_a_lost_state_gradient_does_not_show_in_the_loss(kind):
     plan = ChunkPlan.explicit(12, [5, 4, 3])
-    model = cases.make_model(["gdn"])
+    model = cases.make_model([kind])
     tokens, labels = cases.make_batch(1, 12, seed=3)
     ref_loss, ref_grads = cases.reference_gradients(model, tokens, labels)
     with FAULTS["drop-state-grad"]():

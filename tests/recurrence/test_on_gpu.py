@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from stateflow.loss import linear_cross_entropy, reference_cross_entropy
-from stateflow.recurrence import attention, gated_delta_rule, short_conv
+from stateflow.recurrence import attention, gated_delta_rule, mamba3, short_conv
 from tests.recurrence import test_gated_delta, test_prefix_attention, test_short_conv
 from tests.recurrence.op_testing import assert_close, documents, with_grads
+from tests.recurrence.recurrences import mamba3_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +50,19 @@ def test_gated_delta_rule(dtype, with_docs, backend):
     low, high = on_device(inputs, [True, True, True, False, True, False], dtype)
     result = with_cpu_grads(gated_delta_rule(*low, None if docs is None else docs.cuda(), backend=backend), low)
     check(result, with_cpu_grads(gated_delta_rule(*high, docs, backend="reference"), high), 2, dtype)
+
+
+@pytest.mark.parametrize("with_docs", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mamba3(dtype, with_docs):
+    torch.manual_seed(0)
+    inputs = mamba3_inputs(2, 300, 2, 2, 32, 48)
+    docs = documents(2, 300, rate=0.02) if with_docs else None
+    low, high = on_device(inputs, [True] * 8 + [False] * 10, dtype)
+    result = with_cpu_grads(mamba3(*low, None if docs is None else docs.cuda()), low)
+    expected = with_cpu_grads(mamba3(*high, docs, backend="reference"), high)
+    result[1], expected[1] = result[1].cos(), expected[1].cos()  # angles are equal modulo 2 pi
+    check(result, expected, 5, dtype)
 
 
 @pytest.mark.parametrize("with_docs", [False, True])
@@ -107,7 +121,7 @@ def test_linear_cross_entropy(dtype):
 def test_compiled_with_inductor(dtype):
     from tests.layers.test_block import make_arguments, make_block
 
-    for kind in ("gdn", "attention"):
+    for kind in ("gdn", "mamba3", "attention"):
         block = make_block(kind, dtype).cuda()
         x, state = make_arguments(block, dtype)
         x, state = x.cuda(), tuple(s.cuda() for s in state)

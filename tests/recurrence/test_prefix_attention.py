@@ -141,9 +141,9 @@ def test_no_more_scores_than_one_block_exist():
     inputs[3:] = [x[:, :64] for x in inputs[3:]]
     with small_blocks(4, 16):
         with LargestTensor() as forward:
-            output, lse = attention._prefix_attention._init_fn(*inputs, None, 1.0)
+            output, lse = attention._prefix_attention.implementation(*inputs, None, 1.0)
         with LargestTensor() as backward:
-            attention._prefix_attention_backward._init_fn(output, *inputs, None, output, lse, 1.0)
+            attention._prefix_attention_backward.implementation(output, *inputs, None, output, lse, 1.0)
     largest_argument = 2 * 64 * 2
     assert max(forward.numel, backward.numel) <= max(largest_argument, 2 * 4 * 16)
 

@@ -117,6 +117,7 @@ def verify_with_fault(rank: int, group, *, fault: str, **kwargs):
     """`verify` with one sum over the ranks left out."""
     from unittest import mock
 
+    from stateflow.layers import Mamba3Dynamics
     from stateflow.titan import tensor_parallel
 
     with_local_parameters = tensor_parallel._with_local_parameters
@@ -132,6 +133,8 @@ def verify_with_fault(rank: int, group, *, fault: str, **kwargs):
         "replicated gradient": ("_with_local_parameters", forget(torch.nn.Module)),
         "norm gradient": ("_with_local_parameters", forget(torch.nn.RMSNorm)),
         "key and value gradient": ("_with_local_parameters", forget(torch.nn.Linear)),
+        "shared B, C and angle gradient": ("_with_local_parameters", forget(torch.nn.Linear)),
+        "shared norms' gradient": ("_with_local_parameters", forget(Mamba3Dynamics)),
     }
     with mock.patch.object(tensor_parallel, *broken[fault]):
         return verify(rank, group, **kwargs)
@@ -161,7 +164,7 @@ def dtypes(rank: int, group, *, world_size: int, port: int, args: list[str]) -> 
 
     from torchtitan.train import Trainer
 
-    from stateflow.layers.gated_delta_net import DecayGate
+    from stateflow.layers import DecayGate, Mamba3
     from stateflow.pipeline.stage import ChunkStage
 
     _enter(rank, world_size, port)
@@ -170,13 +173,18 @@ def dtypes(rank: int, group, *, world_size: int, port: int, args: list[str]) -> 
     def note(what: str, tensor) -> None:
         seen.setdefault(what, set()).add(str(tensor.dtype).removeprefix("torch."))
 
-    gate, forward, backward = DecayGate.forward, ChunkStage.forward, ChunkStage.backward
+    gate, core, forward, backward = DecayGate.forward, Mamba3.core, ChunkStage.forward, ChunkStage.backward
 
     def noted_gate(self, *args):
         note("gate parameters in use", self.A_log)
         g, beta = gate(self, *args)
         note("gate", g)
         return g, beta
+
+    def noted_core(self, *args):
+        for parameter in ("dt_bias", "B_norm", "C_norm", "B_bias", "C_bias", "D"):
+            note("dynamics parameters in use", getattr(self.dynamics, parameter))
+        return core(self, *args)
 
     def noted_forward(self, a, i, x, **kwargs):
         out = forward(self, a, i, x, **kwargs)
@@ -203,6 +211,7 @@ def dtypes(rank: int, group, *, world_size: int, port: int, args: list[str]) -> 
     try:
         with (
             mock.patch.object(DecayGate, "forward", noted_gate),
+            mock.patch.object(Mamba3, "core", noted_core),
             mock.patch.object(ChunkStage, "forward", noted_forward),
             mock.patch.object(ChunkStage, "backward", noted_backward),
         ):

@@ -17,7 +17,8 @@ REFUSED = {
     "--stateflow.policy=zigzag": "known: 1f1b, gpipe",
     "--stateflow.weight-lag=1": "policy 1f1b has no separate W, so no weight_lag; leave it out, or use one of",
     "--stateflow.weight-lag=-1 --stateflow.policy=mepipe": "weight_lag = -1 is too small; the least is 0",
-    "--stateflow.policy=v_shape --parallelism.pipeline_parallel_layers_per_stage=3": "takes 2 stages a rank, which is 4",
+    "--stateflow.policy=v_shape --parallelism.pipeline_parallel_layers_per_stage=3":
+        "takes 2 stages a rank, which is 4",
     "--stateflow.policy=zero_bubble --compile.enable --compile.components=model": "set [compile] enable = false",
     "--stateflow.schedule-file=no/such.csv": "no/such.csv",
     "--stateflow.schedule-file=README.md": "line 3, cell 1 of the schedule",
@@ -36,6 +37,8 @@ REFUSED = {
     "--stateflow.model.num-kv-heads=3": "num_kv_heads = 3",
     "--stateflow.model.pattern=gdn,mamba": "pattern = 'mamba'",
     "--stateflow.model.dim=0": "dim = 0",
+    "--stateflow.model.mamba-num-angles=5": "mamba_num_angles = 5",
+    "--stateflow.kernels=triton --stateflow.model.pattern=mamba3": "does not fit the mamba3 layers: there are none",
     "--model.flavor=huge": "flavor = 'huge' is unknown; choose one of",
     "--parallelism.pipeline_parallel_degree=5": "above the model's 4 layers; use at most 4",
     "--parallelism.tensor_parallel_degree=4": "tensor_parallel_degree = 4 does not divide the model's num_heads = 2",
@@ -65,8 +68,15 @@ REFUSED = {
     "--stateflow.tokenizer=no/such/tokenizer.json": "no/such/tokenizer.json",
     "--training.dataset=no/such/folder": "no/such/folder",
     "--stateflow.kernels=cuda": """kernels = 'cuda' is unknown; use one of "auto", "triton", "reference\"""",
-    "--stateflow.mixed-precision-alone --parallelism.pipeline_parallel_degree=1": "mixed_precision_alone = true is for pipelines",
-    "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2": "data_parallel_replicate_degree = 2: set",
+    "--stateflow.mixed-precision-alone --parallelism.pipeline_parallel_degree=1":
+        "mixed_precision_alone = true is for pipelines",
+    "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2":
+        "data_parallel_replicate_degree = 2: set that to 1",
+    "--stateflow.trace": "trace_steps = [3, 5] is beyond [training] steps =",
+    "--stateflow.trace --stateflow.trace-steps 3 1": "trace_steps = [3, 1] must be the first and the last step",
+    "--stateflow.trace --stateflow.trace-steps 1 1 --stateflow.no-enable": "trace = true records the schedule",
+    "--stateflow.num-chunks=None --stateflow.plan=no/such.toml": "plan file no/such.toml cannot be read",
+    "--stateflow.num-chunks=4 --stateflow.plan=no/such.toml": "drop num_chunks = 4, or the plan",
     "--stateflow.kernels=triton": "head_v_dim: K must be a multiple of 8 from 16 to 256, it is 8 (the nearest is 16)",
 }  # fmt: skip
 
@@ -159,6 +169,16 @@ def test_every_flavor_is_a_legal_model_and_has_the_size_of_its_name():
         for size, (least, most) in billions.items():
             if f"_{size}" in name:
                 assert least * 1e9 < count_parameters(args) < most * 1e9, name
+
+
+@pytest.mark.parametrize("path", sorted(harness.CONFIG.parent.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_config_in_the_repository_is_accepted(path):
+    from torchtitan.config import ConfigManager
+
+    import stateflow.titan  # noqa: F401
+
+    config = ConfigManager().parse_args(["--job.config_file", str(path)])
+    assert config.stateflow.enable and path.stem.startswith(config.model.flavor)
 
 
 def test_a_config_may_cut_by_cost_between_and_beyond():

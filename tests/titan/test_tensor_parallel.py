@@ -24,6 +24,7 @@ FIVE_KV_HEADS = [
     "--stateflow.model.attention-head-dim=4",
 ]  # fmt: skip
 EVEN_CHUNKS = ["--stateflow.num-chunks=None", "--stateflow.chunk-lengths", "2", "60", "4", "30"]
+MAMBA3 = "--stateflow.model.pattern=mamba3,mamba3,mamba3,attention"
 FULL = "--activation_checkpoint.mode=full"
 SELECTIVE = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 COMPILE = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
@@ -44,6 +45,11 @@ VERIFIED = {
     "PP2 x TP2, selective recomputation": (4, [PP2, TP2, *SELECTIVE]),
     "PP2 x TP2, whole sequences, torchtitan's 1F1B": (4, [PP2, TP2, "--stateflow.no-enable"]),
     "FSDP2 x TP2": (4, [PP1, TP2, FSDP2]),
+    "PP2 x TP2, Mamba-3": (4, [PP2, TP2, MAMBA3]),
+    "PP2 x TP2, Mamba-3, sequence parallel norms, full recomputation": (
+        4, [PP2, TP2, MAMBA3, SP, *EVEN_CHUNKS, FULL],
+    ),
+    "FSDP2 x TP2, Mamba-3": (4, [PP1, TP2, FSDP2, MAMBA3]),
     "PP2 x TP2, key heads of both ranks": (4, [PP2, TP2, *FIVE_KV_HEADS]),
     "TP4, fewer key heads than ranks, and some of two ranks": (
         4, [PP1, "--parallelism.tensor_parallel_degree=4", "--stateflow.model.num-heads=3",
@@ -105,6 +111,8 @@ FAULTS = {
     "input gradient": ([], ""),
     "replicated gradient": ([], ".o_norm.weight"),
     "norm gradient": ([SP], "norm.weight"),
+    "shared B, C and angle gradient": ([MAMBA3], ("B_proj.weight", "C_proj.weight", "angle_proj.weight")),
+    "shared norms' gradient": ([MAMBA3], ("dynamics.B_norm", "dynamics.C_norm")),
     "key and value gradient": (FIVE_KV_HEADS, ("wk.weight", "wv.weight")),
 }
 

@@ -15,6 +15,8 @@ PP1 = "--parallelism.pipeline_parallel_degree=1"
 PP2 = "--parallelism.pipeline_parallel_degree=2"
 PP4 = "--parallelism.pipeline_parallel_degree=4"
 FSDP2 = "--parallelism.data_parallel_shard_degree=2"
+MAMBA3 = "--stateflow.model.pattern=mamba3,mamba3,mamba3,attention"
+BOTH = "--stateflow.model.pattern=gdn,mamba3,gdn,attention"
 HSDP2x2 = [FSDP2, "--parallelism.data_parallel_replicate_degree=2"]
 OFF = "--stateflow.no-enable"
 ACCUMULATE = "--training.global_batch_size=4"
@@ -48,6 +50,14 @@ VERIFIED = {
     "PP2 x FSDP2": (4, [PP2, FSDP2]),
     "PP2 x FSDP2, accumulation, full recomputation": (
         4, [PP2, FSDP2, "--training.global_batch_size=8", "--activation_checkpoint.mode=full"],
+    ),
+    "PP2, Mamba-3, chunks of 1, 2 and 3 tokens, full recomputation": (
+        2, [PP2, MAMBA3, "--stateflow.num-chunks=None", "--stateflow.chunk-lengths", "1", "90", "2", "3",
+            "--activation_checkpoint.mode=full"],
+    ),
+    "PP2 x FSDP2, Mamba-3, selective recomputation": (
+        4, [PP2, FSDP2, MAMBA3, "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.selective_ac_option=op"],
     ),
     "PP2 x FSDP2, zero_bubble, accumulation, full recomputation": (
         4, [PP2, FSDP2, "--stateflow.policy=zero_bubble", "--training.global_batch_size=8",
@@ -86,16 +96,15 @@ def test_verify_notices_each_planted_fault(titan, fault):
             titan.verify(2, PP2, steps=1, plant=fault)
     else:
         policy = "zero_bubble" if fault == "drop-weight-grad" else "1f1b"
-        ((difference, _),) = titan.verify(2, PP2, f"--stateflow.policy={policy}", steps=1, plant=fault)
+        ((difference, _),) = titan.verify(2, PP2, BOTH, f"--stateflow.policy={policy}", steps=1, plant=fault)
         assert difference > 1e-4
 
 
-@pytest.mark.parametrize("fsdp", [False, True], ids=["PP2", "PP2xFSDP2"])
-def test_compiled_blocks(titan, fsdp):
-    args = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager", PP2]
-    if fsdp:
-        args.append(FSDP2)
-    for difference, name in titan.verify(4 if fsdp else 2, *args, dtype="float32", steps=1):
+@pytest.mark.parametrize("layout", [[PP2], [PP2, FSDP2], [PP2, FSDP2, MAMBA3]], ids=["PP2", "PP2xFSDP2", "mamba3"])
+def test_compiled_blocks(titan, layout):
+    compiled = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
+    world_size = 4 if FSDP2 in layout else 2
+    for difference, name in titan.verify(world_size, *compiled, *layout, dtype="float32", steps=1):
         assert difference <= 2e-5, (name, difference)
 
 
@@ -107,12 +116,13 @@ def expected_dtypes() -> dict[str, list[str]]:
     return {
         "parameter": float32, "gradient": float32, "optimizer state": float32, "gate parameters in use": float32,
         "gate": float32, "recurrent": float32, "conv_q": float32, "conv_k": float32, "conv_v": float32,
+        "dynamics parameters in use": float32, "theta": float32, "k_last": float32, "v_last": float32,
         "state gradient": float32, "K/V gradient": float32, "K/V": bfloat16, "activation": bfloat16, "loss": float32,
     }  # fmt: skip
 
 
 def test_what_stays_float32_under_bf16_mixed_precision(titan):
-    first, *_, last = titan.call(harness.dtypes, 4, PP2, FSDP2, BF16)
+    first, *_, last = titan.call(harness.dtypes, 4, PP2, FSDP2, BOTH, BF16)
     assert {**first, **last} == expected_dtypes()
 
 
@@ -120,7 +130,7 @@ def test_mixed_precision_without_data_parallelism(four):
     args = [PP2, "--parallelism.tensor_parallel_degree=2", "--stateflow.mixed-precision-alone"]
     for difference, name in four.verify(4, *args):
         assert difference <= 1e-10, (name, difference)
-    first, *_, last = four.call(harness.dtypes, 4, *args, BF16)
+    first, *_, last = four.call(harness.dtypes, 4, *args, BOTH, BF16)
     assert {**first, **last} == expected_dtypes()
 
 

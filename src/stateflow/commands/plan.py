@@ -27,6 +27,10 @@ def register(commands) -> None:
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
     scenario = read_scenario(options, overrides)
+    if scenario.job.num_ranks == 1:
+        raise ValueError(
+            "[parallelism] pipeline_parallel_degree = 1 has no pipeline to plan; give --ranks P, or set the degree"
+        )
     if options.analytic:
         return _analytic(options, scenario)
     if options.json:

@@ -4,6 +4,7 @@ from .attention import Attention
 from .block import Block
 from .feed_forward import FeedForward
 from .gated_delta_net import DecayGate, GatedDeltaNet, ShortConv
+from .mamba3 import Mamba3, Mamba3Dynamics
 from .mixer import HeadGroups, Mixer, State, StateSpec
 from .norm import GatedRMSNorm
 
@@ -15,6 +16,8 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "HeadGroups",
+    "Mamba3",
+    "Mamba3Dynamics",
     "Mixer",
     "ShortConv",
     "State",

@@ -1,9 +1,9 @@
 """The schedule on top of torch.distributed.pipelining: ``StateFlowStage`` and ``ScheduleStateFlow``.
 
-This is the only file that touches torch's private pipelining names.  What torch provides: the executor of a
-lowered table, FSDP2's unshard/reshard/reduce, DDP's no-sync, profiling ranges.  What is ours: the order (``policies``),
-its check (``checker``), lowering, splitting along (batch, sequence), boundary states (``stage``), the split of the
-backward (``deferred``), buffers and sends (``transport``), and losses by unit.  torch's microbatch index is the unit
+This is the only file that touches torch's private pipelining names.  What torch provides: the executor of a lowered
+table, FSDP2's unshard/reshard/reduce, DDP's no-sync, profiling ranges.  What is ours: the order (``policies``), its
+check (``checker``), lowering, splitting along (batch, sequence), boundary states (``stage``), the split of the backward
+(``deferred``), buffers and sends (``transport``), and losses by unit.  torch's microbatch index is the unit
 ``a * N + i`` here.
 
 Works on torch 2.11 to 2.14: whatever moved between these releases (metadata inference, receive infos, signatures of

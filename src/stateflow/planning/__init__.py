@@ -1,1 +1,1 @@
-"""Choosing, ahead of a run: which cut of the sequence, which order of its chunks, which launches of its kernels."""
+"""Choosing, ahead of a run, what depends on its shapes and machine: cuts, orders, kernels' plans."""

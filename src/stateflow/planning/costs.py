@@ -4,9 +4,9 @@ A layer's forward costs (eq. 9)
 
     linear * s + pairs * (c * s + s**2 / 2)
 
-for a chunk of s tokens from c on: ``linear`` is 2 FLOPs a matrix weight plus the recurrence, 6 FLOPs a token and
-element of a recurrent state (reading with k, adding the outer product, reading with q), ``pairs`` is 4 FLOPs a query
-head and channel for each pair of query and key. A backward costs twice that, and once more what it recomputes.
+for a chunk of s tokens from c on: ``linear`` is 2 FLOPs a matrix weight plus the recurrence (``RECURRENCE_FLOPS`` a
+token and element of a recurrent state), ``pairs`` is 4 FLOPs a query head and channel for each pair of query and key.
+A backward costs twice that, and once more what it recomputes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from stateflow.pipeline.deferred import DeferredWeights, held_bytes
 from stateflow.planning.job import Job
 
 PROBE_TOKENS = 256
+# A token and element of the recurrent state: reading with k, adding the outer product and reading with q are 2 each;
+# Mamba-3 does not read with k. As in ``model.flops_per_token``.
+RECURRENCE_FLOPS = {"gdn": 6.0, "mamba3": 4.0}
 LOSS_BLOCK = linear_cross_entropy.__defaults__[-1]  # tokens whose logits exist at a time
 
 
@@ -61,7 +64,8 @@ def layer_cost(config: ModelConfig, kind: str, degree: int, dtype: torch.dtype) 
     with torch.device("meta"):
         block = Block(config.dim, MIXERS[kind](config), config.ffn_dim, config.norm_eps)
     held = cut_by_heads(block, degree)
-    computed = sum(p.numel() for p in block.parameters() if p.dim() >= 2)
+    named = block.named_parameters()
+    computed = sum(p.numel() for name, p in named if p.dim() >= 2 and not name.endswith("_bias"))
     block = block.to(dtype)
     specs = block.mixer.state_spec(dtype)
     carries = [spec for spec in specs if spec.kind == "carry"]
@@ -72,7 +76,7 @@ def layer_cost(config: ModelConfig, kind: str, degree: int, dtype: torch.dtype) 
     return LayerCost(
         parameters=held,
         dense=2.0 * computed,
-        recurrence=6.0 * recurrent,
+        recurrence=RECURRENCE_FLOPS.get(kind, 6.0) * recurrent,
         pairs=4.0 * query_width,
         saved_bytes=_saved_bytes(block, config.dim, dtype),
         peak_bytes=(3 * widest + 2 * config.dim) * dtype.itemsize,

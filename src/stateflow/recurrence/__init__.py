@@ -9,6 +9,7 @@ from .attention import prefix_attention
 from .delta_gates import delta_gates
 from .gated_delta import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
+from .mamba3 import mamba3
 from .short_conv import short_conv
 
-__all__ = ["delta_gates", "gated_delta_rule", "gated_rms_norm", "prefix_attention", "short_conv"]
+__all__ = ["delta_gates", "gated_delta_rule", "gated_rms_norm", "mamba3", "prefix_attention", "short_conv"]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import reference
 from .numerics import HALF_DTYPES, at_least_float32, product
+from .operation import Operation
 
 # Queries and keys a block. On a CPU the scores of one head should stay in the cache.
 BLOCK_SIZES = {"cpu": (128, 512), "cuda": (512, 1024)}
@@ -104,7 +105,7 @@ def _masked_scores(
     return scores
 
 
-@torch.library.custom_op("stateflow::prefix_attention", mutates_args=())
+@Operation("stateflow::prefix_attention")
 def _prefix_attention(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
@@ -155,7 +156,7 @@ def _(q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV, doc_start_BT, scale)
     return output, q_BTHK.new_empty(batch, num_heads, num_tokens, dtype=at_least_float32(q_BTHK))
 
 
-@torch.library.custom_op("stateflow::prefix_attention_backward", mutates_args=())
+@Operation("stateflow::prefix_attention_backward")
 def _prefix_attention_backward(
     grad_o_BTHV: Tensor,
     q_BTHK: Tensor,

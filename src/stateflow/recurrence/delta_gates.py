@@ -6,9 +6,10 @@ from torch import Tensor
 
 from .backends import choose
 from .numerics import at_least_float32
+from .operation import Operation
 
 
-@torch.library.custom_op("stateflow::delta_gates", mutates_args=())
+@Operation("stateflow::delta_gates")
 def _delta_gates(
     a_MH: Tensor, b_MH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -22,7 +23,7 @@ def _(a_MH, b_MH, A_log_H, dt_bias_H, scale):
     return tuple(a_MH.new_empty(a_MH.shape, dtype=torch.float32) for _ in range(2))
 
 
-@torch.library.custom_op("stateflow::delta_gates_backward", mutates_args=())
+@Operation("stateflow::delta_gates_backward")
 def _delta_gates_backward(
     grad_g_MH: Tensor,
     grad_beta_MH: Tensor,

@@ -33,53 +33,15 @@ cutting a sequence at multiples of C gives the same bits as not cutting it.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
 from .backends import choose
+from .chunk_layout import ChunkLayout, decays, decays_backward, matmul_by_chunk
 from .numerics import at_least_float32, l2_normalize
+from .operation import Operation
 
 KERNEL_CHUNK = 64
-
-
-class _Layout(NamedTuple):
-    """How [B, T, H, X] is laid out to compute: [N, B * H, C, X], chunks first, the last one padded."""
-
-    batch: int
-    num_tokens: int
-    num_heads: int
-    num_chunks: int
-    chunk_size: int
-    dtype: torch.dtype
-
-    def split(self, x_BTHX: Tensor) -> Tensor:
-        """[B, T, H, ...] -> [N, B * H, C, ...], padded: tokens with k = 0, b = 0 and g = 0 change nothing."""
-        padding = self.num_chunks * self.chunk_size - self.num_tokens
-        x = x_BTHX.to(self.dtype)
-        if padding:
-            x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
-        x = x.unflatten(1, (self.num_chunks, self.chunk_size)).transpose(2, 3).transpose(0, 1)
-        return x.flatten(1, 2).contiguous()
-
-    def merge(self, x_NXCY: Tensor, dtype: torch.dtype) -> Tensor:
-        """The inverse of `split`, without the padding."""
-        x = x_NXCY.unflatten(1, (self.batch, self.num_heads)).transpose(0, 1).transpose(2, 3)
-        return x.to(dtype).flatten(1, 2)[:, : self.num_tokens].contiguous()
-
-
-def _matmul(left_NXIJ: Tensor, right_NXJK: Tensor) -> Tensor:
-    """left @ right for every chunk and head, with bits that do not depend on the number of chunks.
-
-    MKL shares out a batch among threads by its length, and that choice can change the last bit: on the CPU
-    every chunk is a call of its own. A GPU gets one call: launches would cost more there than the products.
-    """
-    if left_NXIJ.is_cuda:
-        return left_NXIJ @ right_NXJK
-    out = left_NXIJ.new_empty(*left_NXIJ.shape[:3], right_NXJK.shape[-1])
-    for left, right, out_n in zip(left_NXIJ, right_NXJK, out, strict=True):
-        torch.bmm(left, right, out=out_n)
-    return out
 
 
 class _Chunks(NamedTuple):
@@ -98,26 +60,6 @@ class _Chunks(NamedTuple):
     w: Tensor
 
 
-def _decays(g_NXC: Tensor, doc_start_BT: Tensor | None, layout: _Layout) -> tuple[Tensor, Tensor]:
-    """The pairwise decay D [N, X, C, C] and the decay gam [N, X, C] from the chunk's incoming state."""
-    size = layout.chunk_size
-    # Row t, column s: the terms g_r with s < r, summed over r <= t.
-    log_pair = g_NXC[..., :, None].expand(*g_NXC.shape, size).tril(-1).cumsum(-2)
-    log_from_start = g_NXC.cumsum(-1)
-    token_C = torch.arange(size, device=g_NXC.device)
-    visible = token_C[:, None] >= token_C
-    if doc_start_BT is not None:
-        padding = layout.num_chunks * size - layout.num_tokens
-        # Padding belongs to the last token's document: the last row of D and gam must be that document's.
-        starts = torch.cat([doc_start_BT, doc_start_BT[:, -1:].expand(-1, padding)], dim=1)
-        starts = starts.unflatten(1, (layout.num_chunks, size)).transpose(0, 1)
-        starts = starts - size * torch.arange(layout.num_chunks, device=starts.device)[:, None, None]
-        starts = starts[:, :, None].expand(-1, -1, layout.num_heads, -1).flatten(1, 2)
-        visible = visible & (token_C >= starts[..., None])
-        log_from_start = log_from_start.masked_fill(starts >= 0, -torch.inf)
-    return log_pair.masked_fill(~visible, -torch.inf).exp(), log_from_start.exp()
-
-
 def _prepare(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
@@ -126,16 +68,17 @@ def _prepare(
     beta_BTH: Tensor,
     doc_start_BT: Tensor | None,
     scale: float,
-    layout: _Layout,
+    layout: ChunkLayout,
 ) -> _Chunks:
     repeats = layout.num_heads // k_BTHK.shape[2]
     if repeats > 1:
         q_BTHK, k_BTHK = (x.repeat_interleave(repeats, dim=2) for x in (q_BTHK, k_BTHK))
     q, k, v, g, beta = (layout.split(x) for x in (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH))
     beta = beta[..., None]
-    pair_decay, from_start = _decays(g, doc_start_BT, layout)
+    starts = None if doc_start_BT is None else layout.doc_starts(doc_start_BT)
+    pair_decay, from_start = decays(g, starts)
     from_start = from_start[..., None]
-    system = (beta * _matmul(k, k.mT) * pair_decay).tril(-1)
+    system = (beta * matmul_by_chunk(k, k.mT) * pair_decay).tril(-1)
     right_sides = torch.cat([beta * v, beta * from_start * k], dim=-1)
     # The unit diagonal is implied, so the solver reads only A.
     solution = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
@@ -168,14 +111,12 @@ def _state_transition(chunks: _Chunks, state_XKV: Tensor) -> tuple[Tensor, Tenso
 
 def _layout(
     q_BTHK: Tensor, v_BTHV: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk_size: int
-) -> _Layout:
-    batch, num_tokens, num_heads = v_BTHV.shape[:3]
-    dtype = at_least_float32(q_BTHK, v_BTHV, g, beta, state)
-    # Never a smaller chunk for a short input: a piece after a cut takes the same products as without it.
-    return _Layout(batch, num_tokens, num_heads, -(-num_tokens // chunk_size), chunk_size, dtype)
+) -> ChunkLayout:
+    # Padded tokens have k = 0, b = 0 and g = 0: they change nothing.
+    return ChunkLayout.of(v_BTHV, chunk_size, at_least_float32(q_BTHK, v_BTHV, g, beta, state))
 
 
-@torch.library.custom_op("stateflow::gated_delta_rule", mutates_args=())
+@Operation("stateflow::gated_delta_rule")
 def _gated_delta_rule(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
@@ -190,8 +131,8 @@ def _gated_delta_rule(
     layout = _layout(q_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, chunk_size)
     chunks = _prepare(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, doc_start_BT, scale, layout)
     states, v_new, state = _state_transition(chunks, state_BHKV.to(layout.dtype).flatten(0, 1))
-    scores = _matmul(chunks.q, chunks.k.mT) * chunks.pair_decay
-    output = _matmul(chunks.from_start * chunks.q, states) + _matmul(scores, v_new)
+    scores = matmul_by_chunk(chunks.q, chunks.k.mT) * chunks.pair_decay
+    output = matmul_by_chunk(chunks.from_start * chunks.q, states) + matmul_by_chunk(scores, v_new)
     return layout.merge(output, v_BTHV.dtype), state.view(state_BHKV.shape).to(state_BHKV.dtype)
 
 
@@ -200,7 +141,7 @@ def _(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT, scale, 
     return v_BTHV.new_empty(v_BTHV.shape), state_BHKV.new_empty(state_BHKV.shape)
 
 
-@torch.library.custom_op("stateflow::gated_delta_rule_backward", mutates_args=())
+@Operation("stateflow::gated_delta_rule_backward")
 def _gated_delta_rule_backward(
     grad_o_BTHV: Tensor,
     grad_state_BHKV: Tensor,
@@ -219,11 +160,11 @@ def _gated_delta_rule_backward(
     q, k, v, beta, pair_decay, from_start, to_end, whole, system, u, w = chunks
     states, v_new, _ = _state_transition(chunks, state_BHKV.to(layout.dtype).flatten(0, 1))
     grad_o = layout.split(grad_o_BTHV)
-    scores = _matmul(q, k.mT) * pair_decay
+    scores = matmul_by_chunk(q, k.mT) * pair_decay
 
     # OG and STB.
-    grad_v_new = list(_matmul(scores.mT, grad_o))
-    from_output = _matmul((from_start * q).mT, grad_o)
+    grad_v_new = list(matmul_by_chunk(scores.mT, grad_o))
+    from_output = matmul_by_chunk((from_start * q).mT, grad_o)
     k_end = k * to_end
     grad_state = grad_state_BHKV.to(layout.dtype).flatten(0, 1)
     incoming = [grad_state] * layout.num_chunks
@@ -234,36 +175,33 @@ def _gated_delta_rule_backward(
     grad_states, grad_v_new = torch.stack(incoming), torch.stack(grad_v_new)
 
     # PG through the output and the state update.
-    grad_scores = _matmul(grad_o, v_new.mT)
+    grad_scores = matmul_by_chunk(grad_o, v_new.mT)
     grad_pair = grad_scores * pair_decay
-    grad_q_start = from_start * _matmul(grad_o, states.mT)
-    grad_q = grad_q_start + _matmul(grad_pair, k)
-    grad_k_end = to_end * _matmul(v_new, grad_states.mT)
-    grad_k = grad_k_end + _matmul(grad_pair.mT, q)
+    grad_q_start = from_start * matmul_by_chunk(grad_o, states.mT)
+    grad_q = grad_q_start + matmul_by_chunk(grad_pair, k)
+    grad_k_end = to_end * matmul_by_chunk(v_new, grad_states.mT)
+    grad_k = grad_k_end + matmul_by_chunk(grad_pair.mT, q)
     grad_log_pair = grad_scores * scores
     grad_log_pair[..., -1, :] += (grad_k_end * k).sum(-1)
     grad_log_start = (grad_q_start * q).sum(-1)
     grad_log_start[..., -1] += whole[..., 0, 0] * (states * grad_states).sum((-2, -1))
 
     # PG through U and W.
-    grad_solution = torch.cat([grad_v_new, -_matmul(grad_v_new, states.mT)], dim=-1)
+    grad_solution = torch.cat([grad_v_new, -matmul_by_chunk(grad_v_new, states.mT)], dim=-1)
     grad_sides = torch.linalg.solve_triangular(system.mT, grad_solution, upper=True, unitriangular=True)
     grad_u, grad_w = (x.contiguous() for x in grad_sides.split([v.shape[-1], k.shape[-1]], dim=-1))
     grad_w_k = from_start * (grad_w * k).sum(-1, keepdim=True)
     grad_v = beta * grad_u
     grad_k = grad_k + (beta * from_start) * grad_w
     grad_log_start += (beta * grad_w_k)[..., 0]
-    grad_system = (_matmul(grad_u, u.mT) + _matmul(grad_w, w.mT)).tril(-1).neg()
+    grad_system = (matmul_by_chunk(grad_u, u.mT) + matmul_by_chunk(grad_w, w.mT)).tril(-1).neg()
     grad_pair = grad_system * pair_decay
-    grad_pair_k = _matmul(grad_pair, k)
-    grad_k = grad_k + beta * grad_pair_k + _matmul(grad_pair.mT, beta * k)
+    grad_pair_k = matmul_by_chunk(grad_pair, k)
+    grad_k = grad_k + beta * grad_pair_k + matmul_by_chunk(grad_pair.mT, beta * k)
     grad_beta = (grad_u * v).sum(-1) + grad_w_k[..., 0] + (grad_pair_k * k).sum(-1)
     grad_log_pair += grad_system * system
 
-    # g_r is in every L_ts with s < r <= t and in every log gam_t with t >= r.
-    grad_g = grad_log_pair.flip(-2).cumsum(-2).flip(-2).tril(-1).sum(-1)
-    grad_g += grad_log_start.flip(-1).cumsum(-1).flip(-1)
-
+    grad_g = decays_backward(grad_log_pair, grad_log_start)
     grad_q_BTHK, grad_k_BTHK = (
         _sum_repeats(layout.merge(x, layout.dtype), like)
         for x, like in ((scale * grad_q, q_BTHK), (grad_k, k_BTHK))
@@ -342,11 +280,13 @@ def _kernel_misfit(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> str | No
         return f"q, k and v must have one type, not {q.dtype}, {k.dtype} and {v.dtype}: cast them to {v.dtype}"
     if chunk_size != KERNEL_CHUNK:
         return f"they solve {KERNEL_CHUNK} tokens at once, chunk_size is {chunk_size}"
-    return kernel_size_misfit(q.shape[-1], v.shape[-1])
+    return kernel_size_misfit(q.shape[-1], v.shape[-1], q.dtype)
 
 
-def kernel_size_misfit(k_dim: int, v_dim: int) -> str | None:
+def kernel_size_misfit(k_dim: int, v_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why the Triton kernels cannot take heads of these sizes; None if they can."""
+    if dtype == torch.float32 and k_dim > 128:
+        return f"K must be at most 128 in float32, whose tiles need more shared memory; it is {k_dim}"
     for name, size in (("K", k_dim), ("V", v_dim)):
         if size % 8 or not 16 <= size <= 256:
             nearest = min(256, max(16, -(-size // 8) * 8))

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import self_check
 from .gated_delta import _gated_delta_rule as _chunk_form
 from .gated_delta import _gated_delta_rule_backward as _chunk_form_backward
+from .operation import Operation
 
 CHUNK = 64
 
@@ -74,7 +75,7 @@ def _solve_shape(v_BTHV: Tensor) -> tuple[int, ...]:
     return batch, num_heads, -(-num_tokens // CHUNK), CHUNK, CHUNK
 
 
-@torch.library.custom_op("stateflow::gated_delta_rule_triton", mutates_args=())
+@Operation("stateflow::gated_delta_rule_triton")
 def _gated_delta_rule_triton(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
@@ -104,7 +105,7 @@ def _(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT, scale, 
     return v_BTHV.new_empty(v_BTHV.shape), state_BHKV.new_empty(state_BHKV.shape), solve
 
 
-@torch.library.custom_op("stateflow::gated_delta_rule_triton_backward", mutates_args=())
+@Operation("stateflow::gated_delta_rule_triton_backward")
 def _gated_delta_rule_triton_backward(
     grad_o_BTHV: Tensor,
     grad_state_BHKV: Tensor,

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from .backends import choose
 from .numerics import at_least_float32
+from .operation import Operation
 
 
-@torch.library.custom_op("stateflow::gated_rms_norm", mutates_args=())
+@Operation("stateflow::gated_rms_norm")
 def _gated_rms_norm(x_NV: Tensor, gate_NV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
     from stateflow_kernels import gated_norm
 
@@ -20,7 +21,7 @@ def _(x_NV, gate_NV, weight_V, eps):
     return x_NV.new_empty(x_NV.shape)
 
 
-@torch.library.custom_op("stateflow::gated_rms_norm_backward", mutates_args=())
+@Operation("stateflow::gated_rms_norm_backward")
 def _gated_rms_norm_backward(
     grad_y_NV: Tensor, x_NV: Tensor, gate_NV: Tensor, weight_V: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,3 +32,16 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension, in x's dtype."""
     y = x.to(at_least_float32(x))
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """torch.sigmoid with the same bits wherever in a tensor a number lies.
+
+    On the CPU torch computes the last few numbers of a tensor by another formula, so a cut may change a bit.
+    """
+    return 1 / (1 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x) with the same bits wherever in a tensor a number lies, see `sigmoid`."""
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))

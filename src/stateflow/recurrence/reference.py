@@ -1,8 +1,10 @@
-"""The three operations as their definitions read: token by token or with full masks, under plain autograd.
+"""The operations as their definitions read: token by token or with full masks, under plain autograd.
 
 Slow and memory-hungry on purpose, and sharing no code with the fast forms: this is what those are tested
 against, in float64, and what a model built with `backend="reference"` runs.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -90,3 +92,76 @@ def prefix_attention(
     scores = scale * torch.einsum("bthk,bphk->bhtp", q_BTHK.to(dtype), k)
     probabilities = scores.masked_fill(~visible_BTP[:, None], -torch.inf).softmax(dim=-1)
     return torch.einsum("bhtp,bphv->bthv", probabilities, v).to(q_BTHK.dtype)
+
+
+def mamba3(
+    x_BTHP: Tensor,
+    z_BTHP: Tensor,
+    B_BTN: Tensor,
+    C_BTN: Tensor,
+    dd_dt_BTH: Tensor,
+    dd_A_BTH: Tensor,
+    trap_BTH: Tensor,
+    angle_BTR: Tensor,
+    dt_bias_H: Tensor,
+    B_norm_N: Tensor,
+    C_norm_N: Tensor,
+    B_bias_HN: Tensor,
+    C_bias_HN: Tensor,
+    D_H: Tensor,
+    theta_BHR: Tensor,
+    state_BHNP: Tensor,
+    k_last_BHN: Tensor,
+    v_last_BHP: Tensor,
+    doc_start_BT: Tensor | None,
+    norm_eps: float,
+    A_floor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """S_t = e^{A dt} (S_{t-1} + (1 - lam) dt k_{t-1} v_{t-1}^T) + lam dt k_t v_t^T,  y = (S^T q + D v) silu(z).
+
+    theta, S and the previous token's k and v are zero where token t is the first of its document.
+    """
+    tensors = (
+        x_BTHP, z_BTHP, B_BTN, C_BTN, dd_dt_BTH, dd_A_BTH, trap_BTH, angle_BTR,
+        dt_bias_H, B_norm_N, C_norm_N, B_bias_HN, C_bias_HN, D_H,
+        theta_BHR, state_BHNP, k_last_BHN, v_last_BHP,
+    )  # fmt: skip
+    dtype = _compute_dtype(*tensors)
+    v, z, B, C, dd_dt, dd_A, trap, angle = (x.to(dtype) for x in tensors[:8])
+    dt_bias, B_norm, C_norm, B_bias, C_bias, D = (x.to(dtype) for x in tensors[8:14])
+    theta, state, k_last, v_last = (x.to(dtype) for x in tensors[14:])
+
+    dt = F.softplus(dd_dt + dt_bias)
+    A = -F.softplus(dd_A).clamp(min=A_floor)
+    weight = trap.sigmoid()
+    turn = math.pi * angle.tanh()[:, :, None] * dt[..., None]
+    k, q = (
+        F.rms_norm(x, x.shape[-1:], norm, norm_eps)[:, :, None] + bias
+        for x, norm, bias in ((B, B_norm, B_bias), (C, C_norm, C_bias))
+    )
+    outputs = []
+    tokens = zip(*(x.unbind(dim=1) for x in (q, k, v, z, dt, A, weight, turn)), strict=True)
+    for t, (q_t, k_t, v_t, z_t, dt_t, A_t, weight_t, turn_t) in enumerate(tokens):
+        if doc_start_BT is not None:
+            first_B = doc_start_BT[:, t] == t
+            theta, state, k_last, v_last = (
+                torch.where(first_B.view(-1, *[1] * (x.dim() - 1)), torch.zeros_like(x), x)
+                for x in (theta, state, k_last, v_last)
+            )
+        theta = torch.remainder(theta + turn_t, 2 * math.pi)
+        q_t, k_t = _turned(q_t, theta), _turned(k_t, theta)
+        previous = ((1 - weight_t) * dt_t)[..., None, None] * torch.einsum("bhn,bhp->bhnp", k_last, v_last)
+        own = (weight_t * dt_t)[..., None, None] * torch.einsum("bhn,bhp->bhnp", k_t, v_t)
+        state = (A_t * dt_t).exp()[..., None, None] * (state + previous) + own
+        read = torch.einsum("bhnp,bhn->bhp", state, q_t) + D[:, None] * v_t
+        outputs.append(read * F.silu(z_t))
+        k_last, v_last = k_t, v_t
+    return torch.stack(outputs, dim=1).to(x_BTHP.dtype), theta, state, k_last, v_last
+
+
+def _turned(x_BHN: Tensor, theta_BHR: Tensor) -> Tensor:
+    """Pairs (2i, 2i+1) of x turned by theta_i; what lies behind the last pair stays."""
+    num_turned = 2 * theta_BHR.shape[-1]
+    pair = torch.view_as_complex(x_BHN[..., :num_turned].unflatten(-1, (-1, 2)).contiguous())
+    turned = torch.view_as_real(pair * torch.polar(torch.ones_like(theta_BHR), theta_BHR)).flatten(-2)
+    return torch.cat([turned, x_BHN[..., num_turned:]], dim=-1)

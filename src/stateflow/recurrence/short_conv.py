@@ -18,6 +18,7 @@ from torch import Tensor
 from . import reference
 from .backends import choose
 from .numerics import at_least_float32
+from .operation import Operation
 
 
 def _visible(doc_start_BT: Tensor | None, distance: int) -> Tensor | None:
@@ -55,7 +56,7 @@ def _sigmoid(x: Tensor) -> Tensor:
     return x.neg().exp().add_(1).reciprocal_()
 
 
-@torch.library.custom_op("stateflow::short_conv", mutates_args=())
+@Operation("stateflow::short_conv")
 def _short_conv(
     x_BTC: Tensor,
     weight_CW: Tensor,
@@ -79,7 +80,7 @@ def _(x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT, triton):
     return x_BTC.new_empty(x_BTC.shape), tail_BWC.new_empty(tail_BWC.shape)
 
 
-@torch.library.custom_op("stateflow::short_conv_backward", mutates_args=())
+@Operation("stateflow::short_conv_backward")
 def _short_conv_backward(
     grad_y_BTC: Tensor,
     grad_tail_BWC: Tensor,

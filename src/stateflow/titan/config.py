@@ -27,6 +27,10 @@ class ModelOverrides:
     head_k_dim: int | None = None
     head_v_dim: int | None = None
     conv_size: int | None = None
+    num_mamba_heads: int | None = None
+    mamba_head_dim: int | None = None
+    mamba_state_dim: int | None = None
+    mamba_num_angles: int | None = None
     num_attention_heads: int | None = None
     num_kv_heads: int | None = None
     attention_head_dim: int | None = None
@@ -61,12 +65,12 @@ class StateFlow:
     """Under tensor parallelism each rank holds residual stream and norms of its part of a chunk's tokens only"""
     kernels: str = "auto"
     """"auto" uses the Triton kernels where they fit, else PyTorch; "triton" insists on them; "reference" is PyTorch"""
-    mixed_precision_alone: bool = False
-    """Under a pipeline without FSDP, too, compute in mixed_precision_param, with parameters in training.dtype"""
     trace: bool = False
     """Record when each action of the steps trace_steps begins and ends, in dump_folder/trace; see `stateflow draw`"""
     trace_steps: list[int] = field(default_factory=lambda: [3, 5])
     """First and last pipeline step to trace, counted from 1"""
+    mixed_precision_alone: bool = False
+    """Under a pipeline without FSDP, too, compute in mixed_precision_param, with parameters in training.dtype"""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json or of the folder that holds one"""
     model: ModelOverrides = field(default_factory=ModelOverrides)
@@ -89,9 +93,8 @@ def _is_int(value) -> bool:
 
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
-    for name in (
-        "enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone", "trace"
-    ):  # fmt: skip
+    flags = ("reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone", "trace")
+    for name in ("enable", *flags):
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name, least in (("num_chunks", 1), ("chunk_multiple", 1), ("weight_lag", 0)):
@@ -347,8 +350,16 @@ def _check_data(job_config, model) -> None:
 
 
 def _check_kernels(options: StateFlow, model) -> None:
-    """`kernels = "triton"` with sizes that the kernels do not take."""
+    """`kernels = "triton"` with layers or sizes that the kernels do not take."""
     from stateflow.recurrence.gated_delta import kernel_size_misfit
+    from stateflow.recurrence.mamba3 import kernel_misfit
+
+    if options.kernels == "triton" and "mamba3" in model.layer_kinds():
+        misfit = kernel_misfit()
+        _expect(
+            misfit is None,
+            f'[stateflow] kernels = "triton" does not fit the mamba3 layers: {misfit}; set kernels = "auto"',
+        )
 
     if options.kernels == "triton" and "gdn" in model.layer_kinds():
         misfit = kernel_size_misfit(model.head_k_dim, model.head_v_dim)
@@ -370,14 +381,14 @@ def _check_mixed_precision_alone(job_config) -> None:
         return
     _expect(
         p.pipeline_parallel_degree > 1,
-        "[stateflow] mixed_precision_alone = true is for pipelines; with pipeline_parallel_degree = 1 torchtitan computes "
-        "in mixed_precision_param anyway: set it to false",
+        "[stateflow] mixed_precision_alone = true is for pipelines; with pipeline_parallel_degree = 1 torchtitan "
+        "computes in mixed_precision_param anyway: set it to false",
     )
     replicas = p.data_parallel_replicate_degree
     _expect(
         replicas == 1,
-        f"[stateflow] mixed_precision_alone = true does not go with data_parallel_replicate_degree = {replicas}: set that "
-        "to 1, or data_parallel_shard_degree to 2 or more, which brings mixed precision with it",
+        f"[stateflow] mixed_precision_alone = true does not go with data_parallel_replicate_degree = {replicas}: "
+        "set that to 1, or data_parallel_shard_degree to 2 or more, which brings mixed precision with it",
     )
 
 
@@ -397,6 +408,11 @@ def validate(job_config) -> None:
     _check_torchtitan(job_config)
     model = resolve_model(job_config)
     p, training, validation = job_config.parallelism, job_config.training, job_config.validation
+    _expect(
+        not options.trace or (options.enable and p.pipeline_parallel_degree > 1),
+        "[stateflow] trace = true records the schedule of chunks, which needs enable = true and [parallelism] "
+        "pipeline_parallel_degree > 1; set them, or trace to false",
+    )
     _expect(
         not options.trace or options.trace_steps[1] <= training.steps,
         f"[stateflow] trace_steps = {options.trace_steps} is beyond [training] steps = {training.steps}; trace earlier",

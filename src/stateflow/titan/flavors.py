@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from stateflow.model import LanguageModel, ModelConfig, count_parameters, flops_per_token
 
-HYBRID = ["gdn", "gdn", "gdn", "attention"]  # three recurrent layers to one attention layer
+# Three recurrent layers to one attention layer.
+HYBRID = ["gdn", "gdn", "gdn", "attention"]
+MAMBA3_HYBRID = ["mamba3", "mamba3", "mamba3", "attention"]
 
 
 @dataclass
@@ -37,6 +39,7 @@ def _paper(num_layers: int, dim: int, num_heads: int, group: int, ffn_dim: int, 
     return dict(
         dim=dim, num_layers=num_layers, vocab_size=50_304, num_heads=num_heads, head_k_dim=k_dim, head_v_dim=v_dim,
         num_attention_heads=num_heads, num_kv_heads=num_heads // group, attention_head_dim=head, ffn_dim=ffn_dim,
+        num_mamba_heads=2 * dim // 64,
     )
 
 
@@ -56,10 +59,18 @@ def _flavors() -> dict[str, ModelArgs]:
         ),
         "tiny": ModelArgs(
             dim=32, num_layers=4, pattern=list(HYBRID), vocab_size=258, num_heads=2, head_k_dim=8, head_v_dim=12,
+            num_mamba_heads=4, mamba_head_dim=12, mamba_state_dim=8, mamba_num_angles=2,
             num_attention_heads=4, num_kv_heads=2, attention_head_dim=8, ffn_dim=64,
+        ),
+        "demo_mamba3": ModelArgs(
+            dim=160, num_layers=8, pattern=list(MAMBA3_HYBRID), vocab_size=258, num_mamba_heads=8, mamba_head_dim=40,
+            mamba_state_dim=32, mamba_num_angles=8, num_attention_heads=4, num_kv_heads=2, attention_head_dim=40,
+            ffn_dim=432,
         ),
     }
     for size, shape in _SIZES.items():
+        flavors[f"mamba3_{size}"] = ModelArgs(pattern=["mamba3"], **_paper(**shape))
+        flavors[f"mamba3_{size}_hybrid"] = ModelArgs(pattern=list(MAMBA3_HYBRID), **_paper(**shape))
         for suffix, fla_dims in (("", False), ("_fla_dims", True)):
             flavors[f"gdn_{size}{suffix}"] = ModelArgs(pattern=["gdn"], **_paper(**shape, fla_dims=fla_dims))
             flavors[f"gdn_{size}_hybrid{suffix}"] = ModelArgs(

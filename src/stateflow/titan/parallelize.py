@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +11,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
 
-from stateflow.layers.gated_delta_net import DecayGate
+from stateflow.layers import DecayGate, Mamba3Dynamics
 from stateflow.titan.config import mixed_precision_alone
 from stateflow.titan.tensor_parallel import apply_tp
 
@@ -21,6 +20,7 @@ OPS_TO_SAVE = {
     torch.ops.aten.mm.default,
     torch.ops.stateflow.gated_delta_rule.default,
     torch.ops.stateflow.gated_delta_rule_triton.default,
+    torch.ops.stateflow.mamba3.default,
     torch.ops.stateflow.prefix_attention.default,
     # Tensor parallelism: reduce once. Gathered tokens are not kept: that would undo sequence parallelism.
     torch.ops._c10d_functional.all_reduce.default,
@@ -31,7 +31,9 @@ OPS_TO_SAVE = {
 def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     """torchtitan's ``parallelize_fn`` for a whole model or one pipeline stage's part of it (on the meta device)."""
     compiled = job_config.compile.enable and "model" in job_config.compile.components
-    alone = None if parallel_dims.fsdp_enabled or not mixed_precision_alone(job_config) else _meshes_of_one(parallel_dims.tp)
+    alone = None
+    if mixed_precision_alone(job_config) and not parallel_dims.fsdp_enabled:
+        alone = _meshes_of_one(parallel_dims.tp)
     if parallel_dims.tp_enabled:
         apply_tp(
             model,
@@ -91,9 +93,9 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, pipelined: bool, job_config) 
     gate_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in model.layers.values():
         for module in block.modules():
-            if isinstance(module, DecayGate):
+            if isinstance(module, DecayGate | Mamba3Dynamics):
                 fully_shard(module, mp_policy=gate_policy, **common)
-                # Its own hooks never run (see GatedDeltaNet.pre); FSDP reshards it after the backward.
+                # Its own hooks never run (see GatedDeltaNet.pre, Mamba3.core); FSDP reshards it after the backward.
                 block.register_forward_pre_hook(lambda _block, _args, gate=module: gate.unshard())
     if model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, mp_policy=mixed, **common)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,7 +34,6 @@ def job_of(job_config) -> Job:
             f"{training.local_batch_size}; use a divisor, e.g. 1"
         )
     shard = max(1, p.data_parallel_shard_degree)
-    # torchtitan wraps by FSDP only where there is something to shard.
     wrapped = shard > 1 or mixed_precision_alone(job_config)
     mode = {"none": "none", "full": "full", "selective": "selective"}.get(ac.mode, "none")
     every = int(ac.selective_ac_option) if mode == "selective" and str(ac.selective_ac_option).isdigit() else 0
@@ -86,13 +86,11 @@ def stage_module(job_config, job: Job, part: Sequence[str], device: torch.device
     for name in ("tok_embeddings", "norm", "output"):
         if name not in part:
             setattr(model, name, None)
-    alone = SimpleNamespace(tp_enabled=False, fsdp_enabled=False, dp_replicate_enabled=False)
-    mode = job_config.activation_checkpoint.mode
+    job_config = copy.deepcopy(job_config)
     job_config.activation_checkpoint.mode = job.recompute
-    try:
-        parallelize(model, alone, job_config)
-    finally:
-        job_config.activation_checkpoint.mode = mode
+    job_config.stateflow.mixed_precision_alone = False  # the whole part is cast below instead
+    dims = SimpleNamespace(tp_enabled=False, fsdp_enabled=False, dp_replicate_enabled=False)
+    parallelize(model, dims, job_config)
     model.to_empty(device=device)
     model.to(job.compute_dtype)
     with torch.no_grad():

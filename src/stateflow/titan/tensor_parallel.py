@@ -36,7 +36,10 @@ from stateflow.layers import Block, HeadGroups
 from stateflow.model import MIXERS, ModelConfig
 
 # Where a mixer's argument has another name in the model's config.
-_CONFIG_NAMES = {("attention", "num_heads"): "num_attention_heads"}
+_CONFIG_NAMES = {
+    ("attention", "num_heads"): "num_attention_heads",
+    ("mamba3", "num_heads"): "num_mamba_heads",
+}
 _PLACEMENTS = {"heads": Shard(0), "groups": Shard(0), "heads_in": Shard(1), "replicate": Replicate()}
 
 
