@@ -220,7 +220,7 @@ def write_below_each_other(pictures: Sequence[dict], path: Path) -> None:
     )  # fmt: skip
     scale, unit = _time_unit(longest)
     for (axis,), data in zip(axes, pictures, strict=True):
-        _draw_boxes(axis, data, scale, 72 * width * 0.85 / (longest * scale or 1))
+        _draw_boxes(axis, data, scale, 72 * width * 0.85 / (longest * scale or 1), one_line=True)
         axis.set_xlim(0, longest * scale or 1)
         step = f"{data['step_time'] * scale:.4g} {unit}, idle {data['bubble']:.1%}"
         axis.set_title(f"{data['title']}: {step}", loc="left", fontsize=8)
@@ -237,10 +237,10 @@ def _idle_text(data: dict) -> str:
     return f"{text} ({', '.join(causes)})" if causes else text
 
 
-def _draw_boxes(axis, data: dict, scale: float, points_per_unit: float) -> None:
+def _draw_boxes(axis, data: dict, scale: float, points_per_unit: float, one_line: bool = False) -> None:
     num_chunks = len(data["lengths"])
     num_stages = 1 + max((box["stage"] for row in data["ranks"] for box in row["boxes"]), default=0)
-    several = num_stages > len(data["ranks"])
+    several = num_stages > len(data["ranks"]) and not one_line
     for row in data["ranks"]:
         spans = [(box["start"] * scale, (box["end"] - box["start"]) * scale) for box in row["boxes"]]
         colors = [_color(box["kind"], box["chunk"], num_chunks) for box in row["boxes"]]
