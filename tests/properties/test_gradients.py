@@ -73,7 +73,8 @@ def test_every_gradient_equals_the_unchunked_reference(
 @settings(max_examples=60)
 @given(
     kinds=st.lists(st.sampled_from(["gdn", "mamba3", "attention"]), min_size=5, max_size=5), lengths=chunk_lengths,
-    seed=st.integers(0, 10_000), ranks=st.integers(1, 3), extra_stages=st.integers(0, 2), microbatches=st.integers(1, 3),
+    seed=st.integers(0, 10_000), ranks=st.integers(1, 3),
+    extra_stages=st.integers(0, 2), microbatches=st.integers(1, 3),
     split=st.sampled_from([0.0, 0.5, 1.0]), recompute=st.booleans(),
 )  # fmt: skip
 def test_any_legal_table_gives_the_gradients_of_the_reference(
