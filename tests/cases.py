@@ -104,5 +104,8 @@ def checkpoint_blocks(model: torch.nn.Module) -> None:
         model.layers.register_module(name, checkpoint_wrapper(block))
 
 
-def schedule_of(policy: str, num_ranks: int, num_microbatches: int, plan: ChunkPlan, stages_per_rank: int = 1):
-    return build_schedule(policy, num_ranks, num_microbatches, plan.num_chunks, stages_per_rank=stages_per_rank)
+def schedule_of(
+    policy: str, num_ranks: int, num_microbatches: int, plan: ChunkPlan, stages_per_rank: int = 1,
+    weight_lag: int | None = None,
+):  # fmt: skip
+    return build_schedule(policy, num_ranks, num_microbatches, plan.num_chunks, stages_per_rank, weight_lag)

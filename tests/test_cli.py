@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stateflow.cli import main, metrics_rank, parse_config, world_size
+from stateflow.cli import main, parse_config, world_size
 from stateflow.model import LanguageModel
 
 DEMO = Path(__file__).parents[1] / "titan_configs" / "demo.toml"
@@ -58,9 +58,23 @@ def test_kernels_are_the_backend_of_the_model():
 
 
 def test_processes_by_the_config():
+    from stateflow.titan.order import loss_rank
+
     config = parse_config(["--job.config_file", str(DEMO), "--parallelism.data_parallel_shard_degree=3"])
     assert world_size(config) == 6
-    assert metrics_rank(config, 6) == 3
+    assert loss_rank(config, 6) == 3
+
+
+def test_the_loss_is_logged_where_the_last_stage_is():
+    from stateflow.titan.order import loss_rank
+
+    def rank(*overrides):
+        return loss_rank(parse_config(["--job.config_file", str(DEMO), *overrides]), 4)
+
+    assert rank() == 2
+    assert rank("--stateflow.policy=v_shape") == 0
+    assert rank("--parallelism.pipeline_parallel_schedule=ZBVZeroBubble") == 2  # not in use
+    assert rank("--parallelism.pipeline_parallel_degree=1") == 0
 
 
 @pytest.mark.processes

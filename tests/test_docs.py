@@ -28,6 +28,21 @@ def test_the_bare_torch_example_trains(tmp_path):
     assert len(losses) == 10 and losses[-1] < 0.8 * losses[0], losses
 
 
+def test_the_timelines_are_those_of_the_policies():
+    from stateflow.pipeline.policies import POLICIES, build_schedule
+    from stateflow.pipeline.timeline import timeline
+
+    shown = set()
+    for block in code_blocks(ROOT / "docs" / "schedules.md", "text"):
+        first, _, picture = block.partition("\n")
+        policy, *sizes = re.fullmatch(
+            r"policy (\w+): P = (\d), M = (\d), N = (\d), V = (\d)(?:, weight_lag = (\d))?", first
+        ).groups()
+        assert picture.rstrip() == timeline(build_schedule(policy, *(n and int(n) for n in sizes))), first
+        shown.add(policy)
+    assert shown == set(POLICIES)
+
+
 def test_no_file_is_longer_than_a_reader_can_hold():
     long = {
         str(path.relative_to(ROOT)): count

@@ -45,13 +45,13 @@ class Plan:
     segments), `overlap_backward` puts ST and the gradients of the queries beside OG and STB.
     """
 
-    pre: Tile = Tile(64, 4, 1)
-    replay: Tile = Tile(64, 4, 1)
+    pre: Tile = Tile(64, 4, 2)
+    replay: Tile = Tile(64, 4, 2)
     transition: Tile = Tile(32, 4, 4)
-    out: Tile = Tile(64, 4, 1)
-    out_backward: Tile = Tile(64, 4, 1)
+    out: Tile = Tile(64, 4, 2)
+    out_backward: Tile = Tile(64, 4, 2)
     transition_backward: Tile = Tile(32, 4, 3)
-    query_backward: Tile = Tile(64, 4, 1)
+    query_backward: Tile = Tile(64, 4, 2)
     solve_backward: Tile = Tile(64, 4, 2)
     key_backward: Tile = Tile(64, 4, 2)
     cuts: tuple[float, ...] = ()
@@ -60,21 +60,23 @@ class Plan:
 
 
 def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Plan:
-    """A plan that fits any shape, without overlap. `shared_memory`: bytes that a program may have; Hopper's here.
+    """A plan that fits the shape, without overlap. `shared_memory`: bytes that a program may have; Hopper's here.
 
-    ST and STB get as deep a load pipeline as fits: each step waits for its loads, and nothing else hides them.
+    ST and STB get as deep a load pipeline as fits: each step waits for its loads, and nothing else hides them. No loop
+    goes without a pipeline: Triton 3.6.0 on an H200 gave wrong results for some kernels with one stage.
     """
     size = dtype.itemsize
     block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
-    walk_v, wide_v = min(32, block_v), min(64, block_v)
+    wide = block_k * size > 256
+    walk_v = min(32 if size == 2 or not wide else 16, block_v)
 
     def walk(tiles_k: int, tiles_v: int, most: int) -> Tile:
         stage = CHUNK * (tiles_k * block_k + tiles_v * walk_v) * size
         fixed = block_k * walk_v * size
-        return Tile(walk_v, 4, max([1, *(n for n in range(2, most + 1) if n * stage + fixed <= shared_memory)]))
+        return Tile(walk_v, 4, max([2, *(n for n in range(3, most + 1) if n * stage + fixed <= shared_memory)]))
 
-    warps = 4 if block_k * size <= 256 else 8
-    parallel, piped = Tile(wide_v, warps, 1), Tile(wide_v, warps, 2 if warps == 4 else 1)
+    # Products of float32 take three passes and as many more registers.
+    parallel = Tile(min(64 if size == 2 else 32, block_v), 8 if wide else 4, 2)
     return Plan(
         pre=parallel,
         replay=parallel,
@@ -83,8 +85,8 @@ def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int 
         out_backward=parallel,
         transition_backward=walk(3, 2, 3),
         query_backward=parallel,
-        solve_backward=piped,
-        key_backward=piped,
+        solve_backward=parallel,
+        key_backward=parallel,
     )
 
 

@@ -64,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return more_commands.run(options, overrides)
     if options.command == "doctor":
         return _doctor(options, overrides)
-    if options.command == "bench" or (options.command == "tune-kernels" and options.config is None):
+    if getattr(options, "benchmark", "") == "gdn" or (options.command == "tune-kernels" and options.config is None):
         return _measure(options, overrides)
     if not options.config.is_file():
         print(f"stateflow: no such config: {options.config}", file=sys.stderr)
         return 2
-    for name in ("nproc", "steps"):
+    for name in ("nproc", "steps", "warmup"):
         value = getattr(options, name, None)
         if value is not None and value < 1:
             print(f"stateflow: --{name} {value}: the least is 1", file=sys.stderr)
@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _train(options, config, titan_args)
         if options.command == "tune-kernels":
             return _tune(options, config)
+        if options.command == "bench":
+            return _bench_pipeline(options, config, titan_args)
         return _verify(options, config, titan_args)
     except ValueError as error:
         print(f"stateflow: {error}", file=sys.stderr)
@@ -144,15 +146,11 @@ def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) ->
     return run_to_its_end(command, env=env)
 
 
-def metrics_rank(config, nproc: int) -> int:
-    """The rank that logs losses: the first one of the last pipeline stage, as torchtitan has it."""
-    degree = config.parallelism.pipeline_parallel_degree
-    return nproc // degree * (degree - 1)
-
-
 def _train(options, config, titan_args: Sequence[str]) -> int:
+    from stateflow.titan.order import loss_rank
+
     nproc = options.nproc or world_size(config)
-    status = torchrun(nproc, "torchtitan.train", titan_args, log_rank=metrics_rank(config, nproc))
+    status = torchrun(nproc, "torchtitan.train", titan_args, log_rank=loss_rank(config, nproc))
     if status == 0:
         from stateflow.titan.report import summarize
 
@@ -189,10 +187,11 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_benchmarks(parser: argparse.ArgumentParser) -> None:
-    from stateflow.bench.arguments import add_gdn
+    from stateflow.bench.arguments import add_gdn, add_pipeline
 
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="{gdn}")
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="{gdn,pipeline}")
     add_gdn(benchmarks.add_parser("gdn", help="the gated delta rule against FLA and FlashQLA"))
+    add_pipeline(benchmarks.add_parser("pipeline", help="whole training steps against torchtitan's 1F1B"))
 
 
 def _measure(options, unknown: Sequence[str]) -> int:
@@ -224,6 +223,31 @@ def _tune(options, config) -> int:
     else:
         raise ValueError("tune-kernels needs a config, or shapes: --heads 20 --tokens 8192")
     return run(shapes, options.out, options.time_budget)
+
+
+def _bench_pipeline(options, config, titan_args: Sequence[str]) -> int:
+    from stateflow.titan.bench import make_rows, run
+
+    training = config.training
+    rows = make_rows(
+        options.tokens or [training.seq_len],
+        options.microbatches or [training.local_batch_size],
+        options.num_chunks,
+        options.skew,
+    )
+    for row in rows:
+        parse_config([*titan_args, *row.overrides])  # a row that cannot be is an error before anything runs
+    return run(
+        titan_args,
+        rows,
+        nproc=options.nproc or world_size(config),
+        stages=config.parallelism.pipeline_parallel_degree,
+        steps=options.steps,
+        warmup=options.warmup,
+        row_timeout=options.row_timeout,
+        dtype=training.mixed_precision_param if config.stateflow.mixed_precision_alone else training.dtype,
+        json_path=options.json,
+    )
 
 
 def _verify(options, config, titan_args: Sequence[str]) -> int:

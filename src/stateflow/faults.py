@@ -118,6 +118,20 @@ def scale_grad() -> AbstractContextManager:
     return _wrapped(ChunkStage, "backward", make)
 
 
+def drop_weight_grad() -> AbstractContextManager:
+    """What one projection of each unit left for W counts nothing. Shows under policies with I and W only."""
+
+    def make(original):
+        def weight_backward(self, a, i):
+            last = self._weight_work[a, i][-1]
+            last.grad = torch.zeros_like(last.grad)
+            return original(self, a, i)
+
+        return weight_backward
+
+    return _wrapped(ChunkStage, "weight_backward", make)
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager]] = {
     "drop-state-grad": drop_state_grad,
     "drop-conv-tail": drop_conv_tail,
@@ -126,5 +140,6 @@ FAULTS: dict[str, Callable[[], AbstractContextManager]] = {
     "ascending-backward": ascending_backward,
     "shift-labels-per-chunk": shift_labels_per_chunk,
     "scale-grad": scale_grad,
+    "drop-weight-grad": drop_weight_grad,
 }
 

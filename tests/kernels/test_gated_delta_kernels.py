@@ -382,6 +382,14 @@ def test_op_level_recomputation_may_keep_the_result(device, monkeypatch):
             dict(v_BTHV=torch.zeros(1, 4, 2, 300), state_BHKV=torch.zeros(1, 2, 16, 300)),
             r"it is 300 \(the nearest is 256\)",
         ),
+        (
+            dict(
+                q_BTHK=torch.zeros(1, 4, 2, 136),
+                k_BTHK=torch.zeros(1, 4, 2, 136),
+                state_BHKV=torch.zeros(1, 2, 136, 16),
+            ),
+            "K must be at most 128 in float32, whose tiles need more shared memory; it is 136",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_and_under_auto_runs_in_pytorch(change, message, monkeypatch):

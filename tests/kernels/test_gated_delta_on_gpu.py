@@ -27,6 +27,7 @@ from tests.recurrence.op_testing import assert_close, assert_same_bits, document
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
 SIZES = [(64, 64), (96, 96), (128, 128), (144, 144), (192, 192), (256, 256), (64, 256), (256, 64), (96, 192)]
+IN_FLOAT32 = [sizes for sizes in SIZES if sizes[0] <= 128]  # larger keys are refused there
 TRITON = dict(backend="triton", use_qk_l2norm_in_kernel=True)
 GIB = 2**30
 
@@ -63,6 +64,8 @@ def make(batch: int, num_tokens: int, *args, dtype=torch.bfloat16, **options):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
 def test_sizes_of_heads(dtype, sizes, with_docs):
+    if dtype == torch.float32 and sizes not in IN_FLOAT32:
+        pytest.skip("refused")
     torch.manual_seed(0)
     inputs = make(2, 300, 2, 2, *sizes, dtype=dtype)
     docs = documents(2, 300, rate=0.02) if with_docs else None
@@ -102,6 +105,8 @@ def test_a_hundred_runs_give_the_same_bits(dtype, changes, monkeypatch):
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
 @pytest.mark.parametrize("sizes", [(128, 128), (96, 192), (256, 256)], ids=str)
 def test_cuts_and_splits_give_the_same_bits(dtype, sizes, monkeypatch):
+    if dtype == torch.float32 and sizes[0] > 128:
+        pytest.skip("refused")
     torch.manual_seed(0)
     inputs = make(2, 1000, 2, 2, *sizes, dtype=dtype)
     docs = documents(2, 1000, rate=0.005)

@@ -114,7 +114,7 @@ def test_safe_plans():
     assert plans[:2] == [asked, default()] and len(plans) == 3
     tiles = [x for x in vars(plans[2]).values() if isinstance(x, Tile)]
     assert len(tiles) == sum(isinstance(x, Tile) for x in vars(Plan()).values())
-    assert all(tile.num_stages == 1 and tile.block_v <= 32 for tile in tiles)
+    assert all(tile.num_stages == 2 and tile.block_v <= 16 for tile in tiles)
     assert safe_plans(problem(), default()) == plans[1:]
     assert safe_plans(problem(), plans[2]) == [plans[2], default()]
 

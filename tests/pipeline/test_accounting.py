@@ -60,21 +60,25 @@ def test_boundary_peak_is_a_peak_of_the_sum():
     assert peaks.boundary_bytes == 21
 
 
-def test_split_backward_holds_the_input_until_w():
+def test_split_backward_holds_buffers_and_operands_until_w():
     schedule = table(
         "0F0.0 0F0.1 0I0.1 0W0.1 0I0.0 0W0.0", "1F0.0 1F0.1 1I0.1 1I0.0 1W0.1 1W0.0", num_chunks=2
     )
     full = build_schedule("1f1b", 2, 1, 2)
     plan = ChunkPlan.build(2, 2)
-    split, whole = predict(schedule, plan, FOOTPRINT), predict(full, plan, FOOTPRINT)
+    footprint = dataclasses.replace(FOOTPRINT, weight_bytes_per_token=20)
+    split, whole = predict(schedule, plan, footprint), predict(full, plan, footprint)
     assert (
         [p.activation_pool.live for p in split.stages]
         == [p.activation_pool.live for p in whole.stages]
         == [0, 2]
     )
     assert in_flight_profile(schedule) == ((1, 2, 2, 1, 1, 0), (1, 2, 2, 2, 1, 0))
-    # I(1) frees the gradient of stage 1's boundary but not the state, which W(1) needs to recompute.
-    assert split.stages[1].boundary_bytes == 14
+    # Stage 1 puts off both W, stage 0 runs each at once.
+    assert [p.weight_work_bytes for p in split.stages] == [20, 40]
+    assert [p.weight_work_bytes for p in whole.stages] == [0, 0]
+    # Nothing that crosses a cut waits for W.
+    assert [p.boundary_bytes for p in split.stages] == [p.boundary_bytes for p in whole.stages] == [14, 14]
 
 
 # ---- oracle: each thing as (name, first step, last step, amount), alive at both ends
@@ -90,22 +94,23 @@ def intervals(row, stage, plan, footprint, num_microbatches):
             at = {kind: step.get(Action(stage, kind, a, i)) for kind in Kind}
             forward.append(at[Kind.F])
             retired.append(at[Kind.B] if at[Kind.B] is not None else at[Kind.W])
-            carrier = Kind.W if stage == 0 else Kind.I
-            backward.append(at[Kind.B] if at[Kind.B] is not None else at[carrier])
+            backward.append(at[Kind.B] if at[Kind.B] is not None else at[Kind.I])
+            if at[Kind.I] is not None:
+                yield "weight_work", at[Kind.I], at[Kind.W], length * footprint.weight_bytes_per_token
             yield "units", forward[i], retired[i], 1
             yield "tokens", forward[i], retired[i], length
             num_bytes = length * footprint.activation_bytes_per_token
             if at[Kind.RECV_F] is not None:
                 yield ("activation", length, num_bytes), at[Kind.RECV_F], retired[i], 1
             if at[Kind.RECV_B] is not None:
-                yield ("gradient", length, num_bytes), at[Kind.RECV_B], backward[i], 1
+                yield ("gradient", length, num_bytes), at[Kind.RECV_B], retired[i], 1
         for i in range(num_chunks - 1):
-            yield "carry", forward[i], retired[i + 1], footprint.carry_bytes
+            yield "carry", forward[i], backward[i + 1], footprint.carry_bytes
             yield "carry_grad", backward[i + 1], backward[i], grad_bytes
-        yield "window", forward[0], max(retired), seq_len * footprint.window_bytes_per_token
+        yield "window", forward[0], backward[0], seq_len * footprint.window_bytes_per_token
         if num_chunks > 1:
             grads = seq_len * footprint.window_grad_bytes_per_token
-            yield "window_grad", backward[-1], max(retired), grads
+            yield "window_grad", backward[-1], backward[0], grads
 
 
 def peak_of(things, *names):
@@ -137,11 +142,12 @@ def check_against_oracle(peaks, things):
     assert peaks.window_bytes == peak_of(things, "window")
     assert peaks.window_grad_bytes == peak_of(things, "window_grad")
     assert peaks.window_total_bytes == peak_of(things, "window", "window_grad")
+    assert peaks.weight_work_bytes == peak_of(things, "weight_work")
 
 
 policy_schedules = st.builds(
     build_schedule,
-    st.sampled_from(["1f1b", "gpipe"]),
+    st.sampled_from(["1f1b", "gpipe", "interleaved", "zero_bubble", "mepipe"]),
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, 4),
@@ -154,7 +160,7 @@ def test_prediction_equals_the_oracle(schedule, seed):
     rng = random.Random(seed)
     lengths = [rng.randint(1, 3) for _ in range(schedule.num_chunks)]
     plan = ChunkPlan.explicit(sum(lengths), lengths)
-    footprints = [StageFootprint(*(rng.randint(0, 9) for _ in range(5))) for _ in range(schedule.num_stages)]
+    footprints = [StageFootprint(*(rng.randint(0, 9) for _ in range(7))) for _ in range(schedule.num_stages)]
     footprints[0] = dataclasses.replace(footprints[0], carry_grad_bytes=None)
     lowered = lower(schedule)
     prediction = predict(schedule, plan, footprints)

@@ -11,9 +11,11 @@ from stateflow.chunks import ChunkPlan
 from stateflow.faults import FAULTS
 from stateflow.loss import cross_entropy_sum
 from stateflow.pipeline.accounting import predict
+from stateflow.pipeline.policies import build_schedule
 from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
 from stateflow.pipeline.split import split_model
 from tests import cases
+from tests.pipeline.test_checker import random_schedule
 from tests.workers import WorkerError
 
 pytestmark = pytest.mark.processes
@@ -21,14 +23,18 @@ DIM = 12
 
 
 def build(rank, group, *, kinds, lengths, microbatches, batch=1, per_rank=1, policy="1f1b", recompute=False,
-          dtype=torch.float64, hook=None, fsdp=False):
+          dtype=torch.float64, hook=None, fsdp=False, weight_lag=None, table=None):
     ranks = torch.distributed.get_world_size(group)
     plan = ChunkPlan.explicit(sum(lengths), lengths)
     model = cases.make_model(kinds, dtype)
-    num_stages = ranks * per_rank
+    if table is None:
+        schedule = build_schedule(policy, ranks, microbatches, len(lengths), per_rank, weight_lag)
+    else:
+        schedule = random_schedule(table, ranks, len(kinds) - ranks, microbatches, len(lengths), split=0.5)
+    num_stages = schedule.num_stages
     stages = []
     for index, part in enumerate(split_model(model, num_stages)):
-        if index % ranks != rank:
+        if schedule.stage_to_rank[index] != rank:
             continue
         if recompute:
             cases.checkpoint_blocks(part)
@@ -38,8 +44,9 @@ def build(rank, group, *, kinds, lengths, microbatches, batch=1, per_rank=1, pol
                 activation_dtype=dtype, group=group, track_usage=True,
             )
         )  # fmt: skip
-    schedule = ScheduleStateFlow(stages, microbatches, policy=policy, loss_fn=cross_entropy_sum, action_hook=hook)
-    return schedule, stages, model, plan
+    given = dict(policy=policy, weight_lag=weight_lag) if table is None else dict(schedule=schedule)
+    runtime = ScheduleStateFlow(stages, microbatches, loss_fn=cross_entropy_sum, action_hook=hook, **given)
+    return runtime, stages, model, plan
 
 
 def gradients(stages):
@@ -85,10 +92,24 @@ CASES = [
     dict(num_ranks=4, kinds=["attention"] * 4, lengths=[2, 2, 2], microbatches=5, policy="gpipe"),
     dict(num_ranks=3, kinds=["gdn", "attention", "gdn"], lengths=[7, 2], microbatches=4, batch=2, steps=3),
     dict(num_ranks=1, kinds=["gdn", "attention"], lengths=[3, 4], microbatches=2, per_rank=2),
-]
+    dict(num_ranks=2, kinds=["gdn", "attention"] * 2, lengths=[2, 3], microbatches=3, per_rank=2, policy="interleaved"),
+    dict(num_ranks=2, kinds=["gdn", "attention"], lengths=[3, 3, 1], microbatches=2, policy="zero_bubble", steps=2),
+    dict(num_ranks=4, kinds=["gdn", "attention"] * 2, lengths=[2, 3], microbatches=3, policy="zero_bubble",
+         weight_lag=2, recompute=True, documents=True),
+    dict(num_ranks=2, kinds=["attention", "gdn"] * 2, lengths=[3, 2, 2], microbatches=2, per_rank=2, policy="v_shape",
+         recompute=True, steps=2),
+    dict(num_ranks=3, kinds=["gdn", "attention"] * 3, lengths=[2, 2], microbatches=4, per_rank=2, policy="v_shape"),
+    dict(num_ranks=2, kinds=["gdn"] * 4, lengths=[2, 2], microbatches=2, per_rank=2, policy="mepipe", batch=2),
+    dict(
+        num_ranks=3, kinds=["gdn", "attention", "gdn", "gdn", "attention"], lengths=[2, 1, 3], microbatches=2, table=1
+    ),
+    dict(
+        num_ranks=2, kinds=["attention", "gdn", "gdn", "gdn"], lengths=[3, 2], microbatches=3, table=2, recompute=True
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"P{c['num_ranks']}-{len(c['lengths'])}chunks")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"P{c['num_ranks']}-{c.get('policy', '')}{len(c['lengths'])}")
 def test_gradients_equal_the_unchunked_reference(workers, case):
     for worst, name, loss_error in workers.run(compare_with_reference, **case):
         assert worst <= 1e-10, (name, worst)
@@ -98,8 +119,9 @@ def test_gradients_equal_the_unchunked_reference(workers, case):
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f != "ascending-backward"])
 def test_a_planted_fault_turns_the_comparison_red(workers, fault):
     results = workers.run(
-        compare_with_reference, 2, kinds=["gdn", "mamba3", "attention"], lengths=[4, 1, 3], microbatches=2, fault=fault
-    )
+        compare_with_reference, 2, kinds=["gdn", "mamba3", "attention"], lengths=[4, 1, 3], microbatches=2, fault=fault,
+        policy="zero_bubble" if fault == "drop-weight-grad" else "1f1b",
+    )  # fmt: skip
     assert max(worst for worst, *_ in results) > 1e-4
 
 
@@ -193,7 +215,7 @@ def measured_and_predicted(rank, group, *, microbatches, batch, **case):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe", "zero_bubble"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -217,7 +239,7 @@ def test_live_memory_equals_the_prediction_from_the_table(workers, case, policy)
                 assert value == getattr(expected, name), (rank, stage, name)
 
 
-def record_actions(rank, group):
+def record_actions(rank, group, policy):
     seen = []
 
     @contextlib.contextmanager
@@ -226,15 +248,16 @@ def record_actions(rank, group):
         yield
 
     schedule, stages, _, plan = build(
-        rank, group, kinds=["gdn", "gdn"], lengths=[3, 2], microbatches=2, hook=hook
+        rank, group, kinds=["gdn", "gdn"], lengths=[3, 2], microbatches=2, hook=hook, policy=policy
     )
     tokens, labels = cases.make_batch(2, plan.seq_len, seed=2)
     schedule.step(*((tokens,) if stages[0].is_first else ()), target=labels if stages[-1].is_last else None)
     return seen, [str(a) for a in schedule.schedule.table[rank]]
 
 
-def test_the_hook_sees_every_action_in_the_order_of_the_table(workers):
-    for seen, table in workers.run(record_actions, 2):
+@pytest.mark.parametrize("policy", ["1f1b", "zero_bubble"])
+def test_the_hook_sees_every_action_in_the_order_of_the_table(workers, policy):
+    for seen, table in workers.run(record_actions, 2, policy=policy):
         assert seen == table
 
 

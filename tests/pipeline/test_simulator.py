@@ -195,8 +195,8 @@ def test_refusals():
 
 
 def test_every_policy_can_be_simulated():
-    for policy in POLICIES:
-        schedule = build_schedule(policy, 2, 2, 3)
+    for policy, traits in POLICIES.items():
+        schedule = build_schedule(policy, 2, 2, 3, traits.stages_per_rank or 1)
         simulation = simulate(schedule, lambda action: 2 if action.kind is Kind.B else 1)
         assert simulation.step_time >= 2 * 3 * 3, policy
         assert isinstance(simulation.spans[0][0].action, Action)

@@ -49,6 +49,51 @@ def test_simulate(capsys, tmp_path):
     assert found["step_time"] == pytest.approx((3 + 3 / 2) * 6, rel=1e-3)
 
 
+SPREAD = [
+    "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+    "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+]
+
+
+def test_compare_has_a_row_for_every_policy(capsys):
+    from stateflow.pipeline.policies import POLICIES
+
+    call = ["compare", DEMO, "--device", "h200", "--ranks", "4", "--microbatches", "4", "--num-chunks", "2", *SPREAD]
+    rows = figures(capsys, *call)
+    assert {(row["policy"], row["num_chunks"]) for row in rows} == {(p, n) for p in POLICIES for n in (1, 2)}
+    by = {(row["policy"], row["num_chunks"], row["stages_per_rank"]): row for row in rows}
+    assert by["1f1b", 2, 1]["in_flight"] == [5 / 2, 4 / 2, 3 / 2, 2 / 2]
+    assert by["zero_bubble", 2, 1]["in_flight"] == [5 / 2] * 4
+    for row in rows:
+        assert row["step_time"] > 0 and len(row["peak_bytes"]) == 4
+        shares = [share for cause, share in row["lost"].items() if cause != "chunk_overhead"]
+        assert sum(shares) == pytest.approx(row["bubble"])
+    assert main(call + ["--policies", "1f1b", "v_shape", "--no-whole"]) == 0
+    assert "v_shape        2  2 " in capsys.readouterr().out
+
+
+def test_compare_says_what_cannot_be_cut(capsys):
+    call = ["compare", DEMO, "--ranks", "8", "--policies", "1f1b", "v_shape", "--no-whole", *SPREAD]
+    plain, v_shape = figures(capsys, *call)
+    assert plain["step_time"] > 0 and v_shape["step_time"] is None and "16" in v_shape["why_not"]
+
+
+def test_pictures_of_a_comparison(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "all.svg"
+    assert main(["compare", DEMO, "--microbatches", "2", "--out", str(path), *SPREAD]) == 0
+    text = path.read_text()
+    assert "v_shape, N = 4, V = 2" in text and "1f1b, N = 1, V = 1" in text
+
+
+def test_a_timeline_of_a_config(capsys):
+    call = ["schedule", DEMO, "--microbatches", "1", "--num-chunks", "2", "--timeline"]
+    assert main([*call, "--activation_checkpoint.mode=none"]) == 0
+    assert capsys.readouterr().out.startswith("rank 0 00...aaaa\nrank 1 .00aaaa..\n")
+    assert main([*call, "--activation_checkpoint.mode=full"]) == 0
+    assert capsys.readouterr().out.startswith("rank 0 00....aaaaaa\nrank 1 .00aaaaaa...\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -10,6 +10,7 @@ from torch import nn
 
 from stateflow.chunks import ChunkCost, ChunkPlan, default_multiple
 from stateflow.model import LanguageModel, count_parameters, flops_per_token
+from stateflow.pipeline.schedule import Kind
 from stateflow.pipeline.split import split_model
 from stateflow.pipeline.stage import ChunkStage
 from stateflow.planning.analytic import Analytic, best_cell
@@ -18,6 +19,7 @@ from stateflow.planning.devices import DEVICES, device_named
 from stateflow.planning.job import Job
 from stateflow.titan.config import chunk_cost
 from stateflow.titan.flavors import FLAVORS
+from tests import cases
 
 
 def make_job(config=None, num_ranks=2, num_microbatches=2, **changes) -> Job:
@@ -114,6 +116,34 @@ def test_recomputation_saves_inputs_only_and_costs_a_forward():
     forward = none.forward_flops(0, 128)
     for name in ("attention", "recurrence"):
         assert full.backward_flops(0, 128)[name] == none.backward_flops(0, 128)[name] + forward[name]
+
+
+def test_a_split_backward_does_what_a_whole_one_does():
+    for stage in stage_costs(make_job(FLAVORS["gdn_3b_hybrid"], recompute="full", seq_len=4096)):
+        analytic = Analytic(make_job(seq_len=64), DEVICES["cpu"])
+        whole, split = (
+            {kind: analytic._flops(kind, stage, 256, 128) for kind in kinds} for kinds in ((Kind.B,), (Kind.I, Kind.W))
+        )
+        assert split[Kind.W].keys() == {"dense"}
+        for name, amount in whole[Kind.B].items():
+            assert split[Kind.I][name] + split[Kind.W].get(name, 0) == amount
+        # Recomputed, a layer's backward is three forwards: I does two of them, and all of the head.
+        assert split[Kind.W]["dense"] <= whole[Kind.B]["dense"] / 3
+
+
+def test_what_waits_for_w_is_what_a_running_stage_keeps():
+    model = cases.make_model(["gdn", "attention"], torch.float32)
+    (stage,) = cases.make_stages(model, 1, ChunkPlan((0, 8)))
+    tokens, labels = cases.make_batch(1, 8, seed=0)
+    stage.split_backward()
+    stage.forward(0, 0, tokens, target=labels)
+    stage.backward(0, 0, input_only=True)
+    counted = sum(
+        layer_cost(model.config, kind, 1, torch.float32).weight_bytes for kind in model.config.layer_kinds()
+    )
+    assert stage.usage().weight_work_bytes == 8 * counted > 0
+    stage.weight_backward(0, 0)
+    assert stage.usage().weight_work_bytes == 0
 
 
 def test_static_bytes():

@@ -75,7 +75,7 @@ def search(bench, tmp_path, shapes=(SHAPE,), seconds=1e9):
 
 
 def test_the_fastest_tile_of_each_kernel_and_what_overlaps(tmp_path):
-    best = {"transition": Tile(16, 4, 3), "key_backward": Tile(64, 8, 1)}
+    best = {"transition": Tile(16, 4, 3), "key_backward": Tile(64, 8, 2)}
     gains = {CUTS[1]: 0.4, CUTS[0]: 0.2, ((0.33,), True): 0.5, ((), True): 0.3}
     bench = FakeBench({item: 0.5 for item in best.items()}, gains)
     (entry,), _ = search(bench, tmp_path)
@@ -89,11 +89,11 @@ def test_the_fastest_tile_of_each_kernel_and_what_overlaps(tmp_path):
 
 def test_what_wins_by_less_than_the_noise_changes_nothing(tmp_path):
     gains = {CUTS[0]: 0.15, ((), True): 0.15}
-    bench = FakeBench({("pre", Tile(32, 4, 1)): 0.9, ("out", Tile(32, 4, 1)): 0.995}, gains, noise=0.2)
+    bench = FakeBench({("pre", Tile(32, 4, 2)): 0.9, ("out", Tile(32, 4, 2)): 0.995}, gains, noise=0.2)
     (entry,), _ = search(bench, tmp_path)
     assert entry.plan == Plan()
     (entry,), _ = search(replace_noise(bench, 0.05), tmp_path)
-    assert entry.plan.pre == Tile(32, 4, 1) and entry.plan.cuts == CUTS[0] and entry.plan.overlap_backward
+    assert entry.plan.pre == Tile(32, 4, 2) and entry.plan.cuts == CUTS[0] and entry.plan.overlap_backward
     assert entry.plan.out == Plan().out, "half a percent is no gain"
 
 
@@ -117,13 +117,13 @@ def test_a_wrong_default_is_refused(tmp_path):
 
 
 def test_the_time_ends(tmp_path):
-    times = {("pre", Tile(32, 4, 1)): 0.5, ("transition", Tile(16, 4, 3)): 0.5}
+    times = {("pre", Tile(32, 4, 2)): 0.5, ("transition", Tile(16, 4, 3)): 0.5}
     shapes = [SHAPE, replace(SHAPE, tokens=16384)]
     bench = FakeBench(times)
     entries, lines = search(bench, tmp_path, shapes, seconds=30.0)
     assert bench.seconds == pytest.approx(18.0)
     assert [entry.evidence["complete"] for entry in entries] == [False, False]
-    assert entries[0].plan == replace(Plan(), pre=Tile(32, 4, 1)), "what was found in time counts"
+    assert entries[0].plan == replace(Plan(), pre=Tile(32, 4, 2)), "what was found in time counts"
     assert bench.now < 60 and any("time is over" in line for line in lines)
     assert len(load(tmp_path / "t.json").entries) == 2
 
@@ -134,7 +134,7 @@ def test_a_plan_that_is_slower_as_a_whole_is_not_taken(tmp_path):
             timing = super().time_backward(plan)
             return timing if plan == Plan() else replace(timing, median=timing.median + 2.0)
 
-    (entry,), _ = search(Slower({("replay", Tile(32, 4, 1)): 0.5}), tmp_path)
+    (entry,), _ = search(Slower({("replay", Tile(32, 4, 2)): 0.5}), tmp_path)
     assert entry.plan == Plan() and entry.evidence["backward_ms"] == entry.evidence["default_backward_ms"]
 
 

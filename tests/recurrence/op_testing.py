@@ -33,7 +33,7 @@ def assert_same_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> No
 def with_grads(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
     """The outputs and the gradients of all inputs for random gradients of all outputs."""
     generator = torch.Generator().manual_seed(seed)
-    grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+    grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs]
     return [*outputs, *torch.autograd.grad(outputs, inputs, grads)]
 
 

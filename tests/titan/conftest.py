@@ -12,12 +12,12 @@ class TitanPool:
     def __init__(self, num_processes: int = 4, timeout: float = TIMEOUT):
         self._pool = WorkerPool(num_processes, init_groups=False, timeout=timeout)
 
-    def train(self, world_size: int, *args: str) -> harness.Run:
-        """What the rank that logs losses saw: the last one."""
+    def train(self, world_size: int, *args: str, log_rank: int = -1) -> harness.Run:
+        """What the rank that logs losses saw: the last one, but for stages placed in a V."""
         runs = self._pool.run(
             harness.train, world_size, world_size=world_size, port=harness.free_port(), args=list(args)
         )
-        return runs[-1]
+        return runs[log_rank]
 
     def verify(self, world_size: int, *args: str, dtype: str = "float64", steps: int = 2, plant=None):
         results = self._pool.run(

@@ -15,6 +15,13 @@ DOC = Path(__file__).parents[2] / "docs" / "composability.md"
 REFUSED = {
     "--stateflow.policy=1f1": "policy = '1f1' is unknown; did you mean '1f1b'",
     "--stateflow.policy=zigzag": "known: 1f1b, gpipe",
+    "--stateflow.weight-lag=1": "policy 1f1b has no separate W, so no weight_lag; leave it out, or use one of zero_bub",
+    "--stateflow.weight-lag=-1 --stateflow.policy=mepipe": "weight_lag = -1 is too small; the least is 0",
+    "--stateflow.policy=v_shape --parallelism.pipeline_parallel_layers_per_stage=3":
+        "takes 2 stages a rank, which is 4",
+    "--stateflow.policy=zero_bubble --compile.enable --compile.components=model": "set [compile] enable = false",
+    "--stateflow.schedule-file=no/such.csv": "no/such.csv",
+    "--stateflow.schedule-file=README.md": "line 3, cell 1 of the schedule",
     "--stateflow.num-chunks=0": "num_chunks = 0 is too small; the least is 1",
     "--stateflow.num-chunks=-3": "num_chunks = -3 is too small",
     "--stateflow.num-chunks=97": "num_chunks = 97",
@@ -86,6 +93,8 @@ WRONG_TYPES = {
     "mixed_precision_alone": "yes",
     "tokenizer": 7,
     "kernels": ["auto"],
+    "weight_lag": True,
+    "schedule_file": 3,
 }
 
 

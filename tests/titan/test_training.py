@@ -21,6 +21,11 @@ HSDP2x2 = [FSDP2, "--parallelism.data_parallel_replicate_degree=2"]
 OFF = "--stateflow.no-enable"
 ACCUMULATE = "--training.global_batch_size=4"
 
+SPREAD = [
+    "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+    "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+]
+
 VERIFIED = {
     "PP2": (2, [PP2]),
     "PP4, skewed": (4, [PP4, "--stateflow.num-chunks=3", "--stateflow.skew=1.0"]),
@@ -30,10 +35,10 @@ VERIFIED = {
     "PP2, one chunk": (2, [PP2, "--stateflow.num-chunks=1"]),
     "PP2, gpipe, documents joined": (2, [PP2, "--stateflow.policy=gpipe", "--stateflow.no-reset-at-documents"]),
     "PP2, two stages a rank": (
-        2, [PP2, "--parallelism.pipeline_parallel_layers_per_stage=1",
-            "--parallelism.pipeline_parallel_first_stage_less_layers=0",
-            "--parallelism.pipeline_parallel_last_stage_less_layers=0"],
+        2, [PP2, "--parallelism.pipeline_parallel_layers_per_stage=1", *SPREAD],
     ),
+    "PP2, zero_bubble, whole sequences": (2, [PP2, "--stateflow.policy=zero_bubble", "--stateflow.num-chunks=1"]),
+    "PP2, v_shape": (2, [PP2, "--stateflow.policy=v_shape", *SPREAD]),
     "PP2, whole sequences, torchtitan's 1F1B": (2, [PP2, OFF]),
     "PP1": (1, [PP1]),
     "PP2, gradient accumulation": (2, [PP2, ACCUMULATE]),
@@ -54,6 +59,16 @@ VERIFIED = {
         4, [PP2, FSDP2, MAMBA3, "--activation_checkpoint.mode=selective",
             "--activation_checkpoint.selective_ac_option=op"],
     ),
+    "PP2 x FSDP2, zero_bubble, accumulation, full recomputation": (
+        4, [PP2, FSDP2, "--stateflow.policy=zero_bubble", "--training.global_batch_size=8",
+            "--activation_checkpoint.mode=full"],
+    ),
+    "PP2 x FSDP2, v_shape": (4, [PP2, FSDP2, "--stateflow.policy=v_shape", *SPREAD]),
+    "PP2 x FSDP2, four stages a rank, interleaved": (
+        4, [PP2, FSDP2, "--stateflow.policy=interleaved", "--parallelism.pipeline_parallel_layers_per_stage=1",
+            "--stateflow.model.num-layers=8", *SPREAD],
+    ),
+    "PP2 x TP2, zero_bubble": (4, [PP2, "--parallelism.tensor_parallel_degree=2", "--stateflow.policy=zero_bubble"]),
     "FSDP2": (2, [PP1, FSDP2]),
     "HSDP2x2": (4, [PP1, *HSDP2x2]),
 }  # fmt: skip
@@ -80,7 +95,8 @@ def test_verify_notices_each_planted_fault(titan, fault):
         with pytest.raises(WorkerError, match="backward chunks must descend"):
             titan.verify(2, PP2, steps=1, plant=fault)
     else:
-        ((difference, _),) = titan.verify(2, PP2, BOTH, steps=1, plant=fault)
+        policy = "zero_bubble" if fault == "drop-weight-grad" else "1f1b"
+        ((difference, _),) = titan.verify(2, PP2, BOTH, f"--stateflow.policy={policy}", steps=1, plant=fault)
         assert difference > 1e-4
 
 
@@ -122,8 +138,11 @@ def test_loss_and_gradient_norm_do_not_depend_on_the_layout(titan):
     validate = ["--validation.enable"]
     alone = titan.train(1, PP1, *validate)
     assert len(alone.losses) == 3 and len(alone.validation) == 2
-    for world_size, args in ((2, [PP2]), (4, [PP4]), (2, [PP2, OFF]), (2, [PP2, "--stateflow.num-chunks=2"])):
-        run = titan.train(world_size, *args, *validate)
+    v_shape = ["--stateflow.policy=v_shape", *SPREAD]
+    for world_size, args in (
+        (2, [PP2]), (4, [PP4]), (2, [PP2, OFF]), (2, [PP2, "--stateflow.num-chunks=2"]), (2, [PP2, *v_shape])
+    ):  # fmt: skip
+        run = titan.train(world_size, *args, *validate, log_rank=0 if v_shape[0] in args else -1)
         assert run.losses == pytest.approx(alone.losses, rel=2e-5), args
         assert run.grad_norms == pytest.approx(alone.grad_norms, rel=1e-3), args
         assert run.validation == pytest.approx(alone.validation, rel=2e-5), args
@@ -136,11 +155,13 @@ def test_resume_with_other_chunks_policy_and_layout(titan, tmp_path):
     for world_size, args in (
         (2, [PP2]),
         (2, [PP2, "--stateflow.num-chunks=2", "--stateflow.policy=gpipe"]),
+        (2, [PP2, "--stateflow.policy=v_shape", *SPREAD]),
         (4, [PP4, "--stateflow.skew=1.0"]),
         (1, [PP1]),
         (2, [PP2, OFF]),
     ):
-        resumed = titan.train(world_size, *args, *load)
+        on_rank_0 = "--stateflow.policy=v_shape" in args
+        resumed = titan.train(world_size, *args, *load, log_rank=0 if on_rank_0 else -1)
         assert sorted(resumed.losses) == [2, 3], args
         expected = {step: whole.losses[step] for step in (2, 3)}
         assert resumed.losses == pytest.approx(expected, rel=2e-5), args

@@ -61,3 +61,17 @@ def add_gdn(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, one a line, as they come")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
     parser.add_argument("--render", type=Path, metavar="FILE", help="measure nothing: tables of the rows in FILE")
+
+
+def add_pipeline(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="a train.toml")
+    parser.add_argument("--nproc", type=int, help="processes on this machine; default: by the config's degrees")
+    many = dict(nargs="+", metavar="N")
+    parser.add_argument("--num-chunks", type=int, default=[2, 4, 8, 16], help="default 2 4 8 16", **many)
+    parser.add_argument("--skew", type=float, nargs="+", default=[0.0], metavar="ALPHA", help="of eq. 11 (default 0)")
+    parser.add_argument("--microbatches", type=int, help="sequences a step (default: local_batch_size)", **many)
+    parser.add_argument("--tokens", type=int, help="sequence lengths (default: seq_len)", **many)
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed optimizer steps a row (default 3)")
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before them (default 2)")
+    parser.add_argument("--row-timeout", type=float, default=600.0, metavar="S", help="seconds for a row (default 600)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, one a line, as they come")

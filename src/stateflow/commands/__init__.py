@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stateflow.planning.analytic import Analytic
     from stateflow.planning.job import Job
 
-NAMES = ("plan", "simulate", "draw", "sweep")
+NAMES = ("plan", "simulate", "draw", "sweep", "schedule", "compare")
 
 
 def register(commands) -> None:
@@ -107,15 +107,16 @@ def read_scenario(options: argparse.Namespace, overrides: Sequence[str]) -> Scen
     from stateflow.titan.planning import job_of
 
     device = device_named(options.device)
-    job_config = read_config(options.config, overrides, options.ranks)
-    job = job_of(job_config)
-    if options.microbatches is not None:
-        job = dataclasses.replace(job, num_microbatches=options.microbatches)
     policy = getattr(options, "policy", None)
     if policy is not None:
         if policy not in POLICIES:
             raise ValueError(f"--policy {policy}: unknown; there are {', '.join(POLICIES)}")
-        job = dataclasses.replace(job, policy=policy)
+        # Not only a name: it also says how many stages there are.
+        overrides = [*overrides, f"--stateflow.policy={policy}"]
+    job_config = read_config(options.config, overrides, options.ranks)
+    job = job_of(job_config)
+    if options.microbatches is not None:
+        job = dataclasses.replace(job, num_microbatches=options.microbatches)
     limit = None if options.memory is None else options.memory * GIB
     return Scenario(job_config, job, Analytic(job, device, limit))
 

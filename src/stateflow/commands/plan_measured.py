@@ -79,13 +79,15 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
 
 
 def runnable_policies(measured, policies) -> list[str]:
-    """Those that the runtime takes for this job: no split backward yet."""
-    from stateflow.pipeline.schedule import Kind
+    """Those to search: the job's own, and all with its stages that need no split of what was measured whole."""
+    job = measured.job
 
-    def splits(name: str) -> bool:
-        return any(a.kind in (Kind.I, Kind.W) for row in measured.schedule(name, 2).table for a in row)
+    def fits(name: str) -> bool:
+        if name == "interleaved" and job.stages_per_rank == 1:
+            return False  # that is 1f1b
+        return policies[name].stages_per_rank in (None, job.stages_per_rank) and not policies[name].splits_backward
 
-    return [name for name in policies if not splits(name)]
+    return [name for name in policies if name == job.policy or fits(name)]
 
 
 def device_entry(device, num_ranks: int) -> Device:

@@ -1,29 +1,29 @@
 """Memory from the table alone: replay each rank's lowered list and note the peaks.
 
 How long things live. "Backward" is the action that consumes the incoming gradients: B, or I where the
-backward is split; on stage 0 W, because torch defers a split backward there as a whole. "Retirement" ends a
-unit: B, or W where it is split.
+backward is split. "Retirement" ends a unit: B, or W where it is split.
 
 ===========================  ================================  ====================  ====================
 thing                        size                              lives from            until
 ===========================  ================================  ====================  ====================
 unit (a, i) in flight        1 unit, s_i tokens                F(a, i)               retirement of (a, i)
-tensors saved for backward   s_i * saved_bytes_per_token       F(a, i)               retirement of (a, i)
+tensors saved for backward   s_i * saved_bytes_per_token       F(a, i)               backward of (a, i)
+what W computes from         s_i * weight_bytes_per_token      I(a, i)               W(a, i)
 working memory of an action  working_bytes(s_i)                the action            the action
 activation buffer of (a, i)  s_i * activation_bytes_per_token  RECV_F(a, i)          retirement of (a, i)
-gradient buffer of (a, i)    s_i * activation_bytes_per_token  RECV_B(a, i)          backward of (a, i)
-state between i and i+1      carry_bytes                       F(a, i)               retirement (a, i+1)
+gradient buffer of (a, i)    s_i * activation_bytes_per_token  RECV_B(a, i)          retirement of (a, i)
+state between i and i+1      carry_bytes                       F(a, i)               backward of (a, i+1)
 its gradient                 carry_grad_bytes                  backward of (a, i+1)  backward of (a, i)
-K/V windows of a             T * window_bytes_per_token        F(a, 0)               last retirement of a
-K/V gradients of a, N > 1    T * window_grad_bytes_per_token   backward of (a, N-1)  last retirement of a
+K/V windows of a             T * window_bytes_per_token        F(a, 0)               backward of (a, 0)
+K/V gradients of a, N > 1    T * window_grad_bytes_per_token   backward of (a, N-1)  backward of (a, 0)
 ===========================  ================================  ====================  ====================
 
 - Within one action what begins is added before what ends is removed: a backward holds both its incoming and
   its outgoing state gradient.
 - The state that leaves chunk i is detached and becomes the leaf that enters chunk i+1: one storage, counted
   once. Chunk 0's initial state and the state that leaves the last chunk are not counted.
-- The last retirement of a microbatch is that of chunk 0, unless a split backward runs W out of order. With
-  one chunk there is no prefix and so no gradient window.
+- With one chunk there is no prefix and so no gradient window.
+- Receive buffers stay until W, because a projection may have noted one as its input or as its gradient.
 - Receive buffers are pooled by shape, that is by chunk length: a pool ends up with the peak count of each
   length. Buffers handed over between two stages of one rank are not received and not counted.
 - A send holds its tensor until it completes; this depends on timing and is not counted.
@@ -54,6 +54,7 @@ class StageFootprint:
         window_bytes_per_token: K and V of all attention layers of the stage.
         window_grad_bytes_per_token: their gradients (at least float32).
         saved_bytes_per_token: what autograd keeps of a unit; 0 if only boundaries are of interest.
+        weight_bytes_per_token: inputs and output gradients of the projections, which a unit keeps from I to W.
         forward_bytes_per_token, backward_bytes_per_token, working_bytes: what exists while an action runs only.
     """
 
@@ -63,6 +64,7 @@ class StageFootprint:
     window_bytes_per_token: int = 0
     window_grad_bytes_per_token: int = 0
     saved_bytes_per_token: int = 0
+    weight_bytes_per_token: int = 0
     forward_bytes_per_token: int = 0
     backward_bytes_per_token: int = 0
     working_bytes: int = 0
@@ -88,7 +90,7 @@ class Peaks:
 
     ``activation_pool`` and ``gradient_pool`` are separate pools for RECV_F and RECV_B, ``shared_pool`` is one
     pool for both. ``boundary_bytes`` is the peak of states and their gradients together,
-    ``window_total_bytes`` that of K/V and their gradients.
+    ``window_total_bytes`` that of K/V and their gradients, ``weight_work_bytes`` that of what waits for W.
     """
 
     units: int
@@ -102,6 +104,7 @@ class Peaks:
     window_bytes: int
     window_grad_bytes: int
     window_total_bytes: int
+    weight_work_bytes: int
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,7 @@ def _peaks(actions: Sequence[Action], plan: ChunkPlan, footprints: Sequence[Stag
         window_bytes=peak["window"],
         window_grad_bytes=peak["window_grad"],
         window_total_bytes=peak["window_total"],
+        weight_work_bytes=peak["weight_work"],
     )
 
 
@@ -217,12 +221,11 @@ class _Replay:
         self.now: Counter = Counter()
         self.peak: Counter = Counter()
         self.buffers: set[Action] = set()  # receives whose buffer is in use
-        self.retired: Counter = Counter()  # number of retired units by (stage, microbatch)
 
     def held(self) -> int:
         """Bytes of all things now."""
         now = self.now
-        return now["saved"] + now["buffer_bytes"] + now["boundary"] + now["window_total"]
+        return now["saved"] + now["weight_work"] + now["buffer_bytes"] + now["boundary"] + now["window_total"]
 
     def run(self, action: Action) -> int:
         """Replays one action; returns the bytes held while it runs, without its working memory."""
@@ -250,25 +253,30 @@ class _Replay:
         """What begins and what ends at an action, as (name, amount): the module's table, row by row."""
         stage, kind, microbatch, chunk = action.stage, action.kind, action.microbatch, action.chunk
         footprint, length, last_chunk = self.footprints[stage], self.lengths[chunk], len(self.lengths) - 1
-        runs_backward = kind is Kind.B or kind is (Kind.W if stage == 0 else Kind.I)
+        runs_backward = kind in (Kind.B, Kind.I)
         retires = kind in (Kind.B, Kind.W)
         begins: list[tuple] = []
         ends: list[tuple] = []
 
         if kind is Kind.F:
             begins += [("units", 1), ("tokens", length), ("saved", length * footprint.saved_bytes_per_token)]
+        if runs_backward:
+            ends += [("saved", length * footprint.saved_bytes_per_token)]
+        if kind is Kind.I:
+            begins += [("weight_work", length * footprint.weight_bytes_per_token)]
+        if kind is Kind.W:
+            ends += [("weight_work", length * footprint.weight_bytes_per_token)]
         if retires:
-            ends += [("units", 1), ("tokens", length), ("saved", length * footprint.saved_bytes_per_token)]
+            ends += [("units", 1), ("tokens", length)]
 
         buffer = (length, length * footprint.activation_bytes_per_token)
-        pools = (("activation", Kind.RECV_F, retires), ("gradient", Kind.RECV_B, runs_backward))
-        for pool, receive, frees in pools:
+        for pool, receive in (("activation", Kind.RECV_F), ("gradient", Kind.RECV_B)):
             received = Action(stage, receive, microbatch, chunk)
             names = (pool, (pool, *buffer), "shared", ("shared", *buffer))
             if kind is receive:
                 self.buffers.add(received)
                 begins += [*((name, 1) for name in names), ("buffer_bytes", buffer[1])]
-            elif frees and received in self.buffers:
+            elif retires and received in self.buffers:
                 self.buffers.remove(received)
                 ends += [*((name, 1) for name in names), ("buffer_bytes", buffer[1])]
 
@@ -276,7 +284,7 @@ class _Replay:
         state_grad = state if footprint.carry_grad_bytes is None else footprint.carry_grad_bytes
         if kind is Kind.F and chunk < last_chunk:
             begins += [("carry", state), ("boundary", state)]
-        if retires and chunk > 0:
+        if runs_backward and chunk > 0:
             ends += [("carry", state), ("boundary", state)]
         if runs_backward and chunk > 0:
             begins += [("carry_grad", state_grad), ("boundary", state_grad)]
@@ -289,10 +297,8 @@ class _Replay:
             begins += [("window", window), ("window_total", window)]
         if runs_backward and chunk == last_chunk and last_chunk > 0:
             begins += [("window_grad", window_grad), ("window_total", window_grad)]
-        if retires:
-            self.retired[stage, microbatch] += 1
-            if self.retired[stage, microbatch] == len(self.lengths):
-                ends += [("window", window), ("window_total", window)]
-                if last_chunk > 0:
-                    ends += [("window_grad", window_grad), ("window_total", window_grad)]
+        if runs_backward and chunk == 0:
+            ends += [("window", window), ("window_total", window)]
+            if last_chunk > 0:
+                ends += [("window_grad", window_grad), ("window_total", window_grad)]
         return begins, ends

@@ -7,8 +7,8 @@ each other; a wrong order there ends in wrong gradients or a hang. Here every ta
     F(s-1,a,i) < F(s,a,i)     F(s,a,i-1) < F(s,a,i)     F(s,a,i) < B(s,a,i)
     B(s+1,a,i) < B(s,a,i)     B(s,a,i+1) < B(s,a,i)
 
-With a split backward I stands for B in them, and F < I < W. On stage 0, where torch runs the whole backward
-in W, the last relation also holds for W.
+With a split backward I stands for B in them, and F < I < W: the runtime computes everything but the weight
+gradients of projections in I, on every stage, so nothing waits for W.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ def _predecessors(
     """What must have run before ``action`` (eq. 8), each with the rule that says so."""
     stage, microbatch, chunk = action.stage, action.microbatch, action.chunk
 
-    def backward(stage: int, chunk: int, split_kind: Kind = Kind.I) -> Action:
+    def backward(stage: int, chunk: int) -> Action:
         full = Action(stage, Kind.B, microbatch, chunk)
-        return full if full in places else Action(stage, split_kind, microbatch, chunk)
+        return full if full in places else Action(stage, Kind.I, microbatch, chunk)
 
     before: list[tuple[Action, str]] = []
     last_chunk = chunk == schedule.num_chunks - 1
@@ -162,9 +162,6 @@ def _predecessors(
             before.append((backward(stage + 1, chunk), "a backward needs the next stage's input gradient"))
     else:
         before.append((Action(stage, Kind.I, microbatch, chunk), "W must come after I"))
-    if stage == 0 and action.kind in (Kind.B, Kind.W) and not last_chunk:
-        rule = "on stage 0 the state gradient is computed in W, so W must descend"
-        before.append((backward(stage, chunk + 1, Kind.W), rule))
     return before
 
 

@@ -36,12 +36,14 @@ def run_local(
     gradients: dict[tuple[int, int, int], Tensor | None] = {}
     produced: dict[tuple[int, int], object] = {}
     last = schedule.num_stages - 1
+    for stage in schedule.split_stages():
+        stages[stage].split_backward()
 
     def inputs_ready(action: Action) -> bool:
         unit = (action.stage, action.microbatch, action.chunk)
         if action.kind is Kind.F:
             return action.stage == 0 or unit in activations
-        return action.stage == last or unit in gradients
+        return action.kind is Kind.W or action.stage == last or unit in gradients
 
     def run(action: Action) -> None:
         s, a, i = action.stage, action.microbatch, action.chunk
@@ -57,12 +59,13 @@ def run_local(
                 produced[a, i] = out
             else:
                 activations[s + 1, a, i] = out
-        elif action.kind is Kind.B:
-            grad = stages[s].backward(a, i, gradients.pop((s, a, i), None), loss_scale=loss_scale)
+        elif action.kind is Kind.W:
+            stages[s].weight_backward(a, i)
+        else:
+            grad = gradients.pop((s, a, i), None)
+            grad = stages[s].backward(a, i, grad, loss_scale=loss_scale, input_only=action.kind is Kind.I)
             if s > 0:
                 gradients[s - 1, a, i] = grad
-        else:
-            raise ScheduleError(f"{action}: only F and B can be run here, split the table's I and W back into B")
 
     position = [0] * schedule.num_ranks
     while any(position[r] < len(schedule.table[r]) for r in range(schedule.num_ranks)):

@@ -1,9 +1,10 @@
 """The schedule on top of torch.distributed.pipelining: ``StateFlowStage`` and ``ScheduleStateFlow``.
 
 This is the only file that touches torch's private pipelining names.  What torch provides: the executor of a lowered
-table, FSDP2's unshard/reshard/reduce actions, DDP's no-sync, profiling ranges.  What is ours: the order (``policies``),
-its check (``checker``), splitting along (batch, sequence), boundary states (``stage``), buffers and sends
-(``transport``), and losses by unit.  torch's microbatch index is the unit ``a * N + i`` here.
+table, FSDP2's unshard/reshard/reduce, DDP's no-sync, profiling ranges.  What is ours: the order (``policies``), its
+check (``checker``), lowering, splitting along (batch, sequence), boundary states (``stage``), the split of the backward
+(``deferred``), buffers and sends (``transport``), and losses by unit.  torch's microbatch index is the unit
+``a * N + i`` here.
 
 Works on torch 2.11 to 2.14: whatever moved between these releases (metadata inference, receive infos, signatures of
 private hooks) is overridden rather than adapted to.
@@ -11,12 +12,14 @@ private hooks) is overridden rather than adapted to.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
@@ -24,9 +27,11 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from stateflow.chunks import ChunkPlan, chunk_documents
 from stateflow.pipeline.checker import check_communication, check_schedule
+from stateflow.pipeline.lowering import lower
 from stateflow.pipeline.policies import build_schedule
 from stateflow.pipeline.schedule import Action, Kind, Schedule
 from stateflow.pipeline.stage import ChunkStage, LossFunction
@@ -34,9 +39,7 @@ from stateflow.pipeline.transport import BufferPool, Message, SendLedger, arriva
 
 ActionHook = Callable[[Action], AbstractContextManager]
 
-_COMPUTE = {Kind.F: _ComputationType.FORWARD, Kind.B: _ComputationType.FULL_BACKWARD}
 _FORWARD_ONLY = {"F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
-_OURS = {k.value: k for k in Kind}
 _MAX_PENDING_EVAL_SENDS = 2
 
 
@@ -188,25 +191,59 @@ class StateFlowStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         if not self.has_backward:
             return
-        assert full_backward, "tables with I and W are refused when the schedule is built"
         u = bwd_chunk_id
         grad = None
         if not self.is_last:
             grad = self._gradients.pop(u)
             self._arrived(Kind.SEND_B, u, self.stage_index + 1)
-        with self._timed(Kind.B, u):
+        with self._timed(Kind.B if full_backward else Kind.I, u):
             grad_input = self.units.backward(
-                *self._unit(u), grad, loss_scale=self.loss_scale, engine=self._engine, last_backward=last_backward
-            )
+                *self._unit(u), grad, loss_scale=self.loss_scale, engine=self._engine, last_backward=last_backward,
+                input_only=not full_backward,
+            )  # fmt: skip
+            if full_backward:
+                self._cast_deferred_gradients()
         if not self.is_first:
             if grad_input is None:  # a part without any trainable path to its input
                 grad_input = self._zero_gradient(u)
             self._outbox["B", u] = grad_input
+        if full_backward:
+            self._release("F", u)
+            self._release("B", u)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
+        if not self.has_backward:
+            return
+        u = bwd_chunk_id
+        with self._timed(Kind.W, u):
+            self.units.weight_backward(*self._unit(u))
+            self._cast_deferred_gradients()
+        # Only now: a projection may have kept what was received.
         self._release("F", u)
         self._release("B", u)
 
+    def split_backward(self) -> None:
+        """Prepares the module for I and W.  Raises ValueError where it cannot be."""
+        if isinstance(self.submod, DistributedDataParallel):
+            raise ValueError(
+                f"stage {self.stage_index}: DDP reduces gradients within the backward, and a split one leaves weight "
+                "gradients for later; use FSDP2 (fully_shard), or a policy without I and W"
+            )
+        self.units.split_backward()
+
+    def _cast_deferred_gradients(self) -> None:
+        """FSDP2 adds up gradients in its reduce dtype, to which it casts after each backward: so W must do."""
+        if isinstance(self.submod, FSDPModule) and self.units.splits_backward:
+            for state in fully_shard.state(self.submod)._state_ctx.all_states:
+                for group in _parameter_groups(state):
+                    for parameter in group.fsdp_params:
+                        if hasattr(parameter, "_unsharded_param"):
+                            parameter.accumulate_unsharded_grad_if_needed()
+                            parameter.to_accumulated_grad_if_needed()
+
     def _engine(self, root: Tensor, leaves: Sequence[Tensor], last_backward: bool):
-        # torch's own helper keeps FSDP2 and DDP from reducing gradients before the last backward.
+        # torch's own helper keeps FSDP2 and DDP from reducing gradients before the last backward. For I, too, it is
+        # a full backward as far as torch knows.
         kwargs = {"stage_output": root, "output_grads": None, "input_values": list(leaves)}
         grads, _ = self.backward_maybe_with_nosync("full", kwargs, last_backward=last_backward)
         return grads
@@ -246,9 +283,9 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
     Args:
         stages: this rank's ``StateFlowStage``s (one or several), all with the same plan.
         n_microbatches: M, microbatches in a batch; ``step`` takes M * microbatch_size sequences.
-        policy: name in ``policies.POLICIES``; ``schedule`` gives a table directly instead.
+        policy, weight_lag, recomputed: as for ``policies.build_schedule``; ``schedule`` gives a table directly instead.
         loss_fn: ``(output, labels) -> sum over the chunk's tokens``; None for forward-only use.
-        action_hook: ``hook(action)`` returns a context manager entered around each F and B, e.g. to time it.
+        action_hook: ``hook(action)`` returns a context manager entered around each F, B, I and W, e.g. to time it.
 
     Raises ValueError (ScheduleError) for an illegal table, and on every rank if ranks disagree about plan or order.
     """
@@ -259,6 +296,8 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
         n_microbatches: int,
         *,
         policy: str = "1f1b",
+        weight_lag: int | None = None,
+        recomputed: bool = False,
         schedule: Schedule | None = None,
         loss_fn: LossFunction | None = None,
         action_hook: ActionHook | None = None,
@@ -271,19 +310,20 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
         )
         if schedule is None:
             schedule = build_schedule(
-                policy, self.pp_group_size, n_microbatches, self.plan.num_chunks, stages_per_rank=len(stages)
+                policy, self.pp_group_size, n_microbatches, self.plan.num_chunks, len(stages), weight_lag, recomputed
             )
         self._fit(schedule, stages)
         check_schedule(schedule)
-        _refuse_split_backward(schedule)
         self.schedule = schedule
-        self.pipeline_order = {r: [_to_torch(a, schedule) for a in actions] for r, actions in enumerate(schedule.table)}
-        self._prepare_schedule_with_comms(self.pipeline_order)
-        self.lowered = [
-            [_from_torch(a, schedule) for a in self.pipeline_order_with_comms[r] if a.computation_type.value in _OURS]
-            for r in range(self.pp_group_size)
-        ]
+        self.lowered = lower(schedule)
         check_communication(self.lowered, schedule.stage_to_rank)
+        self.pipeline_order = {r: [_to_torch(a, schedule) for a in actions] for r, actions in enumerate(schedule.table)}
+        with_shards = {r: _with_shard_actions(actions, schedule) for r, actions in enumerate(self.lowered)}
+        self._prepare_schedule_with_comms(with_shards, format="compute_comms")
+        split = schedule.split_stages()
+        for stage in stages:
+            if stage.stage_index in split:
+                stage.split_backward()
         self._compare_ranks(stages[0].group)
 
         ledger = SendLedger(arrival_proofs(self.lowered, schedule.stage_to_rank, self.rank))
@@ -425,19 +465,43 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
                 losses[:] = [stage.unit_outputs[u] for u in range(self._n_microbatches)]
 
 
-def _refuse_split_backward(schedule: Schedule) -> None:
-    for actions in schedule.table:
-        for action in actions:
-            if action.kind not in _COMPUTE:
-                raise ValueError(
-                    f"{action}: the runtime has no split backward yet; use B instead of I and W (policies 1f1b, gpipe)"
-                )
-
-
 def _to_torch(action: Action, schedule: Schedule) -> _Action:
-    return _Action(action.stage, _COMPUTE[action.kind], schedule.unit(action.microbatch, action.chunk))
+    kind = _ComputationType(action.kind.value)
+    return _Action(action.stage, kind, schedule.unit(action.microbatch, action.chunk))
 
 
-def _from_torch(action: _Action, schedule: Schedule) -> Action:
-    microbatch, chunk = schedule.unit_of(action.microbatch_index)
-    return Action(action.stage_index, _OURS[action.computation_type.value], microbatch, chunk)
+def _with_shard_actions(row: Sequence[Action], schedule: Schedule) -> list[_Action]:
+    """A rank's lowered list with FSDP2's actions, which do nothing on other stages.
+
+    Each stage is gathered once a step, one stage ahead of its first use, is reduced after its last gradient, and is
+    given back at the end, however many units there are. (torch's own pass keeps three stages gathered and gathers
+    again and again where a rank has more; it also takes time quadratic in the units.) A rank's stages together hold
+    what a single stage of the rank would.
+    """
+    actions = [_to_torch(action, schedule) for action in row]
+    order = list(dict.fromkeys(action.stage for action in row if action.is_compute))
+    unshard, reduce, reshard = (
+        {stage: _Action(stage, _ComputationType(name), None) for stage in order}
+        for name in ("UNSHARD", "REDUCE_GRAD", "RESHARD")
+    )
+    left = dict.fromkeys(order, schedule.num_microbatches * schedule.num_chunks)
+    ahead = iter(order)
+    result = [unshard[stage] for stage in itertools.islice(ahead, 2)]
+    started = set(order[:1])
+    for action, lowered in zip(row, actions, strict=True):
+        if action.is_compute and action.stage not in started:
+            started.add(action.stage)
+            result += [unshard[stage] for stage in itertools.islice(ahead, 1)]
+        result.append(lowered)
+        if action.kind in (Kind.B, Kind.W):
+            left[action.stage] -= 1
+            if left[action.stage] == 0:
+                result.append(reduce[action.stage])
+    return result + list(reshard.values())
+
+
+def _parameter_groups(state) -> list:
+    """FSDP2's groups of a wrapped module; up to torch 2.12 there was at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

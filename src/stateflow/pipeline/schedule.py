@@ -35,6 +35,8 @@ class Kind(StrEnum):
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 _ACTION = re.compile(r"([0-9]+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]+)\.([0-9]+)")
 
+_TORCH_ACTION = re.compile(r"([0-9]+)(F|B|I|W)([0-9]+)")
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
@@ -103,6 +105,10 @@ class Schedule:
         """The stages of a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.stage_to_rank) if owner == rank)
 
+    def split_stages(self) -> tuple[int, ...]:
+        """The stages that run I and W for at least one unit."""
+        return tuple(sorted({action.stage for row in self.table for action in row if action.kind is Kind.I}))
+
     def to_text(self) -> str:
         """The schedule as text: a header with the sizes, then one line a rank."""
         header = [
@@ -156,6 +162,52 @@ class Schedule:
             peak_in_flight=_parse_numbers("peak_in_flight", header),
         )
 
+    def to_csv(self) -> str:
+        """The table alone as CSV: one line a rank, one action a cell."""
+        return "".join(",".join(map(str, actions)) + "\n" for actions in self.table)
+
+    @classmethod
+    def from_csv(cls, text: str, num_chunks: int) -> Schedule:
+        """A schedule from a table of actions; everything else follows from it. It may be wrong, as any schedule.
+
+        One line a rank. A cell is an action, ``2F1.3``, or as torch writes it with the index of the unit, ``2F7`` for
+        a * num_chunks + i = 7; empty cells are idle time and are skipped, as are lines that start with #.
+
+        Raises:
+            ValueError: naming line and cell that cannot be read.
+        """
+        rows: list[tuple[Action, ...]] = []
+        lines = [line.strip() for line in text.splitlines()]
+        for number, line in enumerate(lines, start=1):
+            if not line or line.startswith("#"):
+                continue
+            row = []
+            for cell, word in enumerate(line.split(","), start=1):
+                if not word.strip():
+                    continue
+                try:
+                    row.append(_parse_cell(word.strip(), num_chunks))
+                except ValueError as error:
+                    raise ValueError(f"line {number}, cell {cell} of the schedule: {error}") from None
+            rows.append(tuple(row))
+        owners = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+        if not owners:
+            raise ValueError("the schedule holds no action; write one line a rank, e.g. 0F0.0,0F0.1,0B0.1,0B0.0")
+        missing = [stage for stage in range(max(owners)) if stage not in owners]
+        if missing:
+            raise ValueError(f"no rank of the schedule runs stage {missing[0]}, but one runs stage {max(owners)}")
+        num_stages = len(owners)
+        return cls(
+            policy="imported",
+            num_ranks=len(rows),
+            num_stages=num_stages,
+            num_microbatches=1 + max(action.microbatch for row in rows for action in row),
+            num_chunks=num_chunks,
+            stage_to_rank=tuple(owners[stage] for stage in range(num_stages)),
+            table=tuple(rows),
+            peak_in_flight=in_flight_peaks(rows, num_stages),
+        )
+
     def digest(self) -> str:
         """SHA-256 of the text form in hex, for ranks to compare: with different schedules they would hang."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()
@@ -198,6 +250,15 @@ def _parse_row(text: str, expected_rank: int) -> tuple[Action, ...]:
             f"'rank {text[:20]}' should start with 'rank {expected_rank}:'; ranks are listed from 0, in order"
         )
     return tuple(Action.parse(word) for word in actions.split())
+
+
+def _parse_cell(word: str, num_chunks: int) -> Action:
+    """An action as ``Action.parse`` or as torch writes it."""
+    match = _TORCH_ACTION.fullmatch(word)
+    if match is None:
+        return Action.parse(word)
+    stage, kind, unit = match.groups()
+    return Action(int(stage), Kind(kind), *divmod(int(unit), num_chunks))
 
 
 def _parse_numbers(key: str, header: dict[str, str]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from stateflow.boundary import BoundarySpec, ReadPrefix, SequenceWindow, num_bytes, own_storage
 from stateflow.chunks import ChunkPlan
 from stateflow.pipeline.accounting import StageFootprint
+from stateflow.pipeline.deferred import DeferredWeights, WeightWork, held_bytes, run_all
 
 LossFunction = Callable[[object, Tensor], Tensor]
 # Runs autograd from a scalar root and returns the gradients of ``leaves``: (root, leaves, last_backward) -> grads.
@@ -80,6 +82,7 @@ class StageUsage:
     carry_grad_bytes: int = 0
     window_bytes: int = 0
     window_grad_bytes: int = 0
+    weight_work_bytes: int = 0
 
     def peak_with(self, other: StageUsage) -> StageUsage:
         return StageUsage(*(max(a, b) for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -113,6 +116,21 @@ class ChunkStage:
         self._next_chunk: dict[int, int] = {}
         self._state_grads: dict[tuple[int, int], list[Tensor | None]] = {}  # unit -> gradient of its outgoing carries
         self._initial: dict[int, TensorDict] = {}
+        self._deferred: DeferredWeights | None = None
+        self._weight_work: dict[tuple[int, int], list[WeightWork]] = {}  # unit between I and W -> what W computes
+        self._weight_bytes_per_token = 0  # of a microbatch; known after the first I
+
+    @property
+    def splits_backward(self) -> bool:
+        return self._deferred is not None
+
+    def split_backward(self) -> None:
+        """Prepares the module for I and W; call it once the module is wrapped, before the first forward.
+
+        Raises ValueError for compiled modules.
+        """
+        if self._deferred is None:
+            self._deferred = DeferredWeights(self.module)
 
     # ------------------------------------------------------------------ forward
     def start(self, microbatch: int, carries: TensorDict) -> None:
@@ -216,10 +234,11 @@ class ChunkStage:
     # ----------------------------------------------------------------- backward
     def backward(
         self, microbatch: int, chunk: int, grad_output: Tensor | None = None, *, loss_scale: Tensor | float = 1.0,
-        engine: BackwardEngine = run_autograd, last_backward: bool = False,
+        engine: BackwardEngine = run_autograd, last_backward: bool = False, input_only: bool = False,
     ) -> Tensor | None:
         """Backward of one unit (eq. 6-7): parameters accumulate, the gradient of the received activation is returned.
 
+        With ``input_only`` this is I, and ``weight_backward`` has to follow: the gradients of projections wait for it.
         ``grad_output`` [B, s, D] comes from the next stage; on the last stage the loss sum is scaled by ``loss_scale``.
         Raises UnitOrderError if chunk + 1 of the microbatch has not been back-propagated.
         """
@@ -234,7 +253,12 @@ class ChunkStage:
         grads = [grad_output, *state_grads, *window_grads]
         unit.grad_slot[:] = [g for g, rooted in zip(grads, unit.rooted, strict=True) if rooted]
         leaves = [t for t in (unit.activation, *unit.carries) if t is not None and t.requires_grad]
-        got = [None] * len(leaves) if unit.root is None else engine(unit.root, leaves, last_backward)
+        assert self._deferred is not None or not input_only, "split_backward() comes before the first forward"
+        with self._deferred.collecting() if self._deferred is not None else nullcontext([]) as work:
+            got = [None] * len(leaves) if unit.root is None else engine(unit.root, leaves, last_backward)
+        if input_only:
+            self._weight_work[microbatch, chunk] = work
+            self._weight_bytes_per_token = held_bytes(work) // self.plan.lengths[chunk]
         by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, got, strict=True)}
         incoming = [by_leaf.get(id(t)) for t in unit.carries]
         if chunk > 0:
@@ -246,7 +270,18 @@ class ChunkStage:
             if self._initial.pop(microbatch, None) is not None:
                 self.initial_state_grads[microbatch] = self.spec.from_list(incoming)
             self._windows.pop(microbatch, None)
+        if not input_only:
+            run_all(work)
         return None if unit.activation is None else by_leaf.get(id(unit.activation))
+
+    def weight_backward(self, microbatch: int, chunk: int) -> None:
+        """W of one unit: the weight gradients that its I has put off accumulate."""
+        work = self._weight_work.get((microbatch, chunk))
+        if work is None:
+            raise UnitOrderError(f"{self.name}: W of (microbatch {microbatch}, chunk {chunk}) before its I")
+        self._note_usage()
+        run_all(work)
+        del self._weight_work[microbatch, chunk]
 
     def _outgoing_grads(self, microbatch: int, chunk: int) -> list[Tensor | None]:
         """Gradient of the state that chunk handed on: what the backward of chunk + 1 left (eq. 7)."""
@@ -267,7 +302,10 @@ class ChunkStage:
 
     # ------------------------------------------------------------------- house-keeping
     def footprint(self, batch_size: int, hidden_size: int) -> StageFootprint:
-        """Bytes of this stage for one microbatch of ``batch_size`` sequences, for ``accounting.predict``."""
+        """Bytes of this stage for one microbatch of ``batch_size`` sequences, for ``accounting.predict``.
+
+        What a unit keeps from I to W is what the last I left, so 0 before the first.
+        """
         specs = [spec for specs in self.spec.specs.values() for spec in specs]
 
         def size(kind: str, at_least: torch.dtype | None = None) -> int:
@@ -283,11 +321,14 @@ class ChunkStage:
             carry_bytes=size("carry"),
             window_bytes_per_token=size("window"),
             window_grad_bytes_per_token=size("window", torch.float32),
+            weight_bytes_per_token=self._weight_bytes_per_token,
         )
 
     def reset(self) -> None:
         """Forgets everything in flight, e.g. after a step that raised; given initial states stay."""
-        for held in (self._units, self._carries, self._windows, self._next_chunk, self._state_grads):
+        for held in (
+            self._units, self._carries, self._windows, self._next_chunk, self._state_grads, self._weight_work
+        ):  # fmt: skip
             held.clear()
         self.initial_state_grads.clear()
 
@@ -295,7 +336,7 @@ class ChunkStage:
         """After a whole step nothing may be left: a leftover is a unit that was never back-propagated."""
         left = {
             "units": sorted(self._units), "carries": sorted(self._carries), "windows": sorted(self._windows),
-            "state gradients": sorted(self._state_grads),
+            "state gradients": sorted(self._state_grads), "units without W": sorted(self._weight_work),
         }
         left = {name: keys for name, keys in left.items() if keys}
         if left:
@@ -310,13 +351,15 @@ class ChunkStage:
         carries = [t for key, t in held.items() if key not in chunk0]
         carries += [t for state in self._carries.values() for t in self.spec.carry_list(state)]
         grads = [g for gs in self._state_grads.values() for g in gs if g is not None]
+        in_flight = self._units.keys() | self._weight_work.keys()
         return StageUsage(
-            units=len(self._units),
-            tokens=sum(lengths[chunk] for _, chunk in self._units),
+            units=len(in_flight),
+            tokens=sum(lengths[chunk] for _, chunk in in_flight),
             carry_bytes=num_bytes(carries),
             carry_grad_bytes=num_bytes(grads),
             window_bytes=num_bytes([w.values for w in windows]),
             window_grad_bytes=num_bytes([w.grads for w in windows if w.grads is not None]),
+            weight_work_bytes=held_bytes([w for work in self._weight_work.values() for w in work]),
         )
 
     def _note_usage(self) -> None:

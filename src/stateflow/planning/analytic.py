@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from stateflow.chunks import ChunkPlan
 from stateflow.pipeline.accounting import held_bytes
 from stateflow.pipeline.lowering import lower
-from stateflow.pipeline.policies import build_schedule
+from stateflow.pipeline.policies import build_schedule, find_policy
 from stateflow.pipeline.schedule import Action, Kind, Schedule
 from stateflow.pipeline.simulator import Cost, Link, LostTime, Simulation, lost_time, simulate
 from stateflow.planning.costs import StageCost, stage_costs, static_bytes
@@ -54,6 +54,7 @@ class Analytic:
         self.stages = stage_costs(self.job)
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._lowered: dict[tuple[str, int], list[list[Action]]] = {}
+        self._stage_to_rank = find_policy(self.job.policy).placement(self.job.num_ranks, len(self.job.parts))
         self._static = [static_bytes(self.job, stage.parameters) for stage in self.stages]
 
     @property
@@ -66,8 +67,9 @@ class Analytic:
         if key not in self._schedules:
             job = self.job
             self._schedules[key] = build_schedule(
-                policy, job.num_ranks, job.num_microbatches, num_chunks, job.stages_per_rank
-            )
+                policy, job.num_ranks, job.num_microbatches, num_chunks, job.stages_per_rank,
+                job.weight_lag if find_policy(policy).splits_backward else None, job.recompute == "full",
+            )  # fmt: skip
         return self._schedules[key]
 
     # ---- time
@@ -84,7 +86,8 @@ class Analytic:
         if kind is Kind.F:
             return self.device.launch_seconds * len(stage.layers)
         whole = self.device.launch_seconds * sum(3 if again else 2 for again in stage.recomputed)
-        return whole if kind is Kind.B else whole / 2
+        weights = self.device.launch_seconds * len(stage.layers) / 2  # a few products of a layer's many kernels
+        return {Kind.B: whole, Kind.I: whole - weights, Kind.W: weights}[kind]
 
     def _flops(self, kind: Kind, stage: StageCost, start: int, length: int) -> dict[str, float]:
         if kind is Kind.F:
@@ -92,9 +95,8 @@ class Analytic:
         whole = stage.backward_flops(start, length)
         if kind is Kind.B:
             return whole
-        # I and W share what a backward does in equal parts, except what attention and recurrence do: all in I.
-        dense = whole["dense"] / 2
-        return {**whole, "dense": dense} if kind is Kind.I else {"dense": dense}
+        weights = stage.weight_flops(length)
+        return {"dense": weights} if kind is Kind.W else {**whole, "dense": whole["dense"] - weights}
 
     def cost(self, plan: ChunkPlan) -> Cost:
         """Seconds of each action under ``plan``."""
@@ -147,7 +149,7 @@ class Analytic:
         """Bytes that stay through the step, by what they are."""
         total: dict[str, int] = {}
         for stage, held in enumerate(self._static):
-            if stage % self.job.num_ranks == rank:
+            if self._stage_to_rank[stage] == rank:
                 for name, amount in held.items():
                     total[name] = total.get(name, 0) + amount
         return total

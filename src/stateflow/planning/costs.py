@@ -23,6 +23,7 @@ from stateflow.layers.mixer import Mixer
 from stateflow.loss import linear_cross_entropy
 from stateflow.model import MIXERS, ModelConfig
 from stateflow.pipeline.accounting import StageFootprint
+from stateflow.pipeline.deferred import DeferredWeights, held_bytes
 from stateflow.planning.job import Job
 
 PROBE_TOKENS = 256
@@ -42,6 +43,7 @@ class LayerCost:
         pairs: FLOPs a pair of query and key.
         saved_bytes: what autograd keeps of a token when nothing is recomputed, the layer's input included.
         peak_bytes: widest temporaries of a token beside that.
+        weight_bytes: what a token keeps from I to W where the backward is split: operands of the weight gradients.
         carry_bytes, window_bytes, window_grad_bytes: boundary state; the latter two a token.
     """
 
@@ -51,6 +53,7 @@ class LayerCost:
     pairs: float
     saved_bytes: int
     peak_bytes: int
+    weight_bytes: int
     carry_bytes: int
     window_bytes: int
     window_grad_bytes: int
@@ -77,6 +80,7 @@ def layer_cost(config: ModelConfig, kind: str, degree: int, dtype: torch.dtype) 
         pairs=4.0 * query_width,
         saved_bytes=_saved_bytes(block, config.dim, dtype),
         peak_bytes=(3 * widest + 2 * config.dim) * dtype.itemsize,
+        weight_bytes=_weight_bytes(block, config.dim, dtype),  # last: it changes the block
         carry_bytes=sum(math.prod(s.shape) * s.dtype.itemsize for s in carries),
         window_bytes=sum(math.prod(s.shape) * s.dtype.itemsize for s in windows),
         window_grad_bytes=sum(
@@ -119,6 +123,17 @@ def cut_by_heads(block: Block, degree: int) -> int:
     return held
 
 
+def _weight_bytes(block: Block, dim: int, dtype: torch.dtype) -> int:
+    """Bytes a token that the block's projections note in I for W, each storage once."""
+    deferred = DeferredWeights(block)
+    x_BTD = torch.empty(1, PROBE_TOKENS, dim, device="meta", dtype=dtype, requires_grad=True)
+    state = tuple(t.requires_grad_() for t in block.mixer.initial_state(1, "meta", dtype))
+    with deferred.collecting() as work:
+        y_BTD, _ = block(x_BTD, state, None)
+        y_BTD.backward(torch.empty_like(y_BTD))
+    return -(-held_bytes(work) // PROBE_TOKENS)
+
+
 def _saved_bytes(block: Block, dim: int, dtype: torch.dtype) -> int:
     """Bytes a token that autograd saves in the block's forward, each storage once, without parameters and state."""
     sizes: dict[int, int] = {}
@@ -157,6 +172,10 @@ class StageCost:
     def backward_flops(self, start: int, length: int) -> dict[str, float]:
         """The same of a full backward; the loss computes its logits again."""
         return self._flops(start, length, [3.0 if again else 2.0 for again in self.recomputed], 3.0)
+
+    def weight_flops(self, length: int) -> float:
+        """Dense FLOPs that W does of a backward: the weight gradients of the layers' projections, not of the head."""
+        return float(self.batch * length * sum(layer.dense for layer in self.layers))
 
     def _flops(self, start: int, length: int, factors: Sequence[float], head_factor: float) -> dict[str, float]:
         pairs = start * length + length**2 / 2
@@ -215,6 +234,7 @@ def _stage_cost(job: Job, part: Sequence[str], costs: dict[str, LayerCost]) -> S
             window_bytes_per_token=batch * sum(layer.window_bytes for layer in layers),
             window_grad_bytes_per_token=batch * sum(layer.window_grad_bytes for layer in layers),
             saved_bytes_per_token=batch * saved,
+            weight_bytes_per_token=batch * sum(layer.weight_bytes for layer in layers),
             forward_bytes_per_token=batch * peak,
             backward_bytes_per_token=batch * (peak + again),
             working_bytes=working,

@@ -24,6 +24,7 @@ class Job:
             (0: chosen operations only, which is counted like "none", an upper bound of the memory).
         optimizer_states: tensors of a parameter's size that the optimizer keeps.
         skew_cost: eq. 9 as ``[stateflow] skew`` uses it.
+        policy, weight_lag: order of the units; the lag is for policies that split the backward.
         multiple: of chunk boundaries; None is the default of ``ChunkPlan.build``.
     """
 
@@ -45,6 +46,7 @@ class Job:
     optimizer_states: int = 2
     multiple: int | None = None
     policy: str = "1f1b"
+    weight_lag: int | None = None
 
     @property
     def stages_per_rank(self) -> int:

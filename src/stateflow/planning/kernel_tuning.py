@@ -27,9 +27,13 @@ Say = Callable[[str], None]
 SECONDS_A_GROUP, SECONDS_A_SHAPE = 120.0, 30.0
 
 WALKS = ("transition", "transition_backward")
-_PARALLEL = ((32, 4, 1), (64, 4, 1), (128, 4, 1), (64, 4, 2), (32, 4, 2), (64, 8, 1), (128, 8, 1), (64, 4, 3))
+# No loop without a load pipeline, see `default_plan`.
+_PARALLEL = ((64, 4, 2), (128, 4, 2), (32, 4, 2), (64, 8, 2), (128, 8, 2), (64, 4, 3))
+# These sum over the blocks of V: one width for all lengths, or a cut sequence would not have the bits of a whole one.
+_SUMMING = ((64, 4, 2), (64, 8, 2), (64, 4, 3))
+_SUMS = ("query_backward", "solve_backward", "key_backward")
 _WALK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3, 4)) + ((32, 8, 3), (64, 8, 3))
-_WALK_BACK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (1, 2, 3)) + ((32, 8, 2), (64, 8, 2))
+_WALK_BACK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3)) + ((32, 8, 2), (64, 8, 2))
 
 CUTS = ((0.5,), (0.33, 0.66), (0.25, 0.6))
 # Without anything beside it, a cut only costs.
@@ -41,7 +45,9 @@ BESIDE = 3  # so many of the fastest tiles of a walk are also tried beside other
 
 def candidate_tiles(kernel: str, shape: Shape, default: Tile) -> list[Tile]:
     """The default first, then those worth a try for heads of this width."""
-    table = {"transition": _WALK, "transition_backward": _WALK_BACK}.get(kernel, _PARALLEL)
+    table = {"transition": _WALK, "transition_backward": _WALK_BACK}.get(
+        kernel, _SUMMING if kernel in _SUMS else _PARALLEL
+    )
     widest = max(16, 1 << (shape.v_dim - 1).bit_length())
     return list(dict.fromkeys([default, *(Tile(*values) for values in table if values[0] <= widest)]))
 

@@ -204,6 +204,31 @@ def _render(data: dict, path: Path) -> None:
     pyplot_module.close(figure)
 
 
+def write_below_each_other(pictures: Sequence[dict], path: Path) -> None:
+    """Several steps in one picture on one scale of time, each under its own title. SVG and PNG only."""
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"--out {path}: unknown ending; use .svg or .png")
+    check_path(path)
+    pyplot_module = pyplot()
+    num_ranks = len(pictures[0]["ranks"])
+    longest = max(data["step_time"] for data in pictures)
+    most_boxes = max(len(row["boxes"]) for data in pictures for row in data["ranks"])
+    width = min(18.0, max(9.0, 0.12 * most_boxes))
+    figure, axes = pyplot_module.subplots(
+        len(pictures), 1, sharex=True, squeeze=False, figsize=(width, len(pictures) * (0.2 * num_ranks + 0.45)),
+        gridspec_kw={"hspace": 0.55},
+    )  # fmt: skip
+    scale, unit = _time_unit(longest)
+    for (axis,), data in zip(axes, pictures, strict=True):
+        _draw_boxes(axis, data, scale, 72 * width * 0.85 / (longest * scale or 1))
+        axis.set_xlim(0, longest * scale or 1)
+        step = f"{data['step_time'] * scale:.4g} {unit}, idle {data['bubble']:.1%}"
+        axis.set_title(f"{data['title']}: {step}", loc="left", fontsize=8)
+    axes[-1][0].set_xlabel(f"time ({unit})")
+    save(figure, path)
+    pyplot_module.close(figure)
+
+
 def _idle_text(data: dict) -> str:
     text = f"idle {data['bubble']:.1%}"
     if data["lost"] is None:

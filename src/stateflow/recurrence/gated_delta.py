@@ -280,11 +280,13 @@ def _kernel_misfit(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> str | No
         return f"q, k and v must have one type, not {q.dtype}, {k.dtype} and {v.dtype}: cast them to {v.dtype}"
     if chunk_size != KERNEL_CHUNK:
         return f"they solve {KERNEL_CHUNK} tokens at once, chunk_size is {chunk_size}"
-    return kernel_size_misfit(q.shape[-1], v.shape[-1])
+    return kernel_size_misfit(q.shape[-1], v.shape[-1], q.dtype)
 
 
-def kernel_size_misfit(k_dim: int, v_dim: int) -> str | None:
+def kernel_size_misfit(k_dim: int, v_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why the Triton kernels cannot take heads of these sizes; None if they can."""
+    if dtype == torch.float32 and k_dim > 128:
+        return f"K must be at most 128 in float32, whose tiles need more shared memory; it is {k_dim}"
     for name, size in (("K", k_dim), ("V", v_dim)):
         if size % 8 or not 16 <= size <= 256:
             nearest = min(256, max(16, -(-size // 8) * 8))

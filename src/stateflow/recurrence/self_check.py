@@ -113,13 +113,13 @@ def checked_plan(problem: Problem, plan):
 
 
 def safe_plans(problem: Problem, plan) -> list:
-    """`plan`, then the default one, then one of small tiles and no load pipeline."""
+    """`plan`, then the default one, then one of small tiles and short load pipelines."""
     from stateflow_kernels.plans import fallback_plan
 
     default = fallback_plan(problem.device, problem.dtype, problem.k_dim, problem.v_dim)
     values = {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
     tiles = {
-        name: dataclasses.replace(value, block_v=min(32, value.block_v), num_stages=1)
+        name: dataclasses.replace(value, block_v=min(16, value.block_v), num_stages=2)
         for name, value in values.items()
         if dataclasses.is_dataclass(value)
     }

@@ -72,10 +72,14 @@ def make_rows(
 
 # ------------------------------------------------------------------ the calling process
 def run(
-    titan_args: Sequence[str], rows: list[Row], *, nproc: int, steps: int, warmup: int, row_timeout: float,
-    json_path: Path | None,
+    titan_args: Sequence[str], rows: list[Row], *, nproc: int, stages: int, steps: int, warmup: int,
+    row_timeout: float, dtype: str, json_path: Path | None,
 ) -> int:
     """Measures the rows, prints the table as it grows, and returns 0 if the baseline and one other row ran."""
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise ValueError(f"--json {json_path}: there is no folder {json_path.absolute().parent}; create it first")
+    print(f"{_device_name()}, torch {torch.__version__}, {nproc} processes, {stages} stages, {dtype}")
+    print(HEADER)
     done: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder) / "rows.jsonl", Path(folder) / "log"
@@ -110,7 +114,7 @@ def run(
                     measured.append(lost)
             for row in measured:
                 done.append(row)
-                print(format_row(row, _baseline(done, row), nproc), flush=True)
+                print(format_row(row, _baseline(done, row), nproc, stages, dtype), flush=True)
             if json_path is not None:
                 if status:
                     json_path.with_suffix(".log").write_text(log.read_text(errors="replace")[-100_000:])
@@ -132,7 +136,7 @@ def _baseline(done: Sequence[Row], row: Row) -> Row | None:
     return None
 
 
-def losses_agree(row: Row, baseline: Row, dtype: str = "bfloat16") -> bool:
+def losses_agree(row: Row, baseline: Row, dtype: str) -> bool:
     """Whether the first losses are the baseline's, within the rounding of ``dtype``."""
     pairs = list(zip(row.losses, baseline.losses, strict=False))
     return bool(pairs) and all(abs(a - b) <= LOSS_TOLERANCE[dtype] * abs(b) for a, b in pairs)
@@ -142,7 +146,7 @@ HEADER = f"{'tokens':>8} {'M':>3}  {'row':<16} {'s/step':>8} {'spread':>7} {'tok
     f"{'vs 1F1B':>8} {'of bound':>8}  peak GiB a rank"
 
 
-def format_row(row: Row, baseline: Row | None, world_size: int) -> str:
+def format_row(row: Row, baseline: Row | None, world_size: int, stages: int, dtype: str) -> str:
     """One line of the table; ``of bound``: share of the speed-up (M + P - 1) / (M + (P - 1) / N) reached."""
     head = f"{row.seq_len:>8} {row.microbatches:>3}  {row.name:<16}"
     if row.error:
@@ -154,9 +158,9 @@ def format_row(row: Row, baseline: Row | None, world_size: int) -> str:
     mfu = f"{100 * rate * row.flops_per_token / peak:.1f}" if peak else "-"
     speedup = bound = "-"
     if baseline is not None and baseline is not row:
-        if losses_agree(row, baseline):
+        if losses_agree(row, baseline, dtype):
             gain = statistics.median(baseline.seconds) / median
-            m, p, n = row.microbatches, world_size, max(1, len(row.chunks))
+            m, p, n = row.microbatches, stages, max(1, len(row.chunks))
             speedup, bound = f"{gain:.3f}x", f"{100 * gain / ((m + p - 1) / (m + (p - 1) / n)):.0f} %"
         else:
             speedup = "LOSS!"
@@ -173,6 +177,8 @@ def measure(row: Row, titan_args: Sequence[str], *, steps: int, warmup: int) -> 
     """Runs one row in this rank's process; on rank 0 the row comes back filled in."""
     from torchtitan.config import ConfigManager
     from torchtitan.train import Trainer
+
+    from stateflow.titan.order import loss_rank
 
     config = ConfigManager().parse_args([*titan_args, *row.overrides])
     config.metrics.log_freq = 1
@@ -202,8 +208,8 @@ def measure(row: Row, titan_args: Sequence[str], *, steps: int, warmup: int) -> 
     dist.all_gather_object(every, (seconds, peak, losses), group=group)
     row.seconds = [max(times) for times in zip(*(entry[0] for entry in every), strict=True)]
     row.peak_gib = [entry[1] for entry in every]
-    # Only the first rank of the last stage knows the loss; the others log -1.
-    row.losses = every[len(every) // trainer.parallel_dims.pp * (trainer.parallel_dims.pp - 1)][2]
+    # Only the rank of the last stage knows the loss; the others log -1.
+    row.losses = every[loss_rank(trainer.job_config, len(every))][2]
     row.flops_per_token = float(trainer.metrics_processor.num_flops_per_token)
     schedule = getattr(trainer, "pp_schedule", None)
     row.chunks = list(schedule.plan.lengths) if hasattr(schedule, "plan") else []

@@ -52,7 +52,11 @@ class StateFlow:
     chunk_multiple: int | None = None
     """Boundaries are rounded to multiples of this many tokens; 128, and less for short sequences, if unset"""
     policy: str = "1f1b"
-    """Order of the units: "1f1b" (the paper's) or "gpipe" """
+    """Order of the units: "1f1b" (the paper's), "gpipe", "interleaved", "zero_bubble", "mepipe" or "v_shape" """
+    weight_lag: int | None = None
+    """Most units whose weight gradients may trail their input gradients, for policies that split the backward"""
+    schedule_file: str | None = None
+    """A table of your own instead of a policy: CSV, one line a rank, see `stateflow schedule`; excludes policy"""
     reset_at_documents: bool = True
     """State, convolution and attention start afresh at each document of a packed sequence, and only there"""
     rope_reset: bool = False
@@ -93,10 +97,14 @@ def _check_types(options: StateFlow) -> None:
     for name in ("enable", *flags):
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
-    for name in ("num_chunks", "chunk_multiple"):
+    for name, least in (("num_chunks", 1), ("chunk_multiple", 1), ("weight_lag", 0)):
         value = getattr(options, name)
         _expect(value is None or _is_int(value), f"[stateflow] {name} = {value!r} must be a whole number, e.g. 8")
-        _expect(value is None or value >= 1, f"[stateflow] {name} = {value} is too small; the least is 1")
+        _expect(value is None or value >= least, f"[stateflow] {name} = {value} is too small; the least is {least}")
+    _expect(
+        options.schedule_file is None or isinstance(options.schedule_file, str),
+        f"[stateflow] schedule_file = {options.schedule_file!r} must be the path of a table",
+    )
     _expect(
         options.plan is None or isinstance(options.plan, str),
         f"[stateflow] plan = {options.plan!r} must be the path of a plan file",
@@ -247,15 +255,23 @@ def _check_sequence_parallel(job_config, plan: ChunkPlan) -> None:
 
 
 def num_stages(job_config) -> int:
-    """Stages of the pipeline: one a rank, or as many as ``pipeline_parallel_layers_per_stage`` asks for."""
+    """Stages of the pipeline: as many as ``pipeline_parallel_layers_per_stage`` asks for, else those of the schedule
+    file or the policy, which is one a rank for most.
+    """
     from stateflow.titan.flavors import resolve_model
 
-    p = job_config.parallelism
+    p, options = job_config.parallelism, job_config.stateflow
     degree, per_stage = p.pipeline_parallel_degree, p.pipeline_parallel_layers_per_stage
     if p.module_fqns_per_model_part is not None:
         return len(p.module_fqns_per_model_part)
     if per_stage is None:
-        return degree
+        if not options.enable or degree == 1:
+            return degree
+        if options.schedule_file is not None:
+            from stateflow.titan.order import read_schedule_file
+
+            return read_schedule_file(job_config).num_stages
+        return degree * (POLICIES[options.policy].stages_per_rank or 1)
     layers = resolve_model(job_config).num_layers
     weights = p.pipeline_parallel_first_stage_less_layers + p.pipeline_parallel_last_stage_less_layers
     return -(-(layers + weights) // per_stage)
@@ -379,6 +395,7 @@ def _check_mixed_precision_alone(job_config) -> None:
 def validate(job_config) -> None:
     """Checks everything about a config that can be known without a process group.  Raises ValueError."""
     from stateflow.titan.flavors import resolve_model
+    from stateflow.titan.order import check_order
     from stateflow.titan.resume import check_resume
     from stateflow.titan.tensor_parallel import check_degree
 
@@ -428,6 +445,7 @@ def validate(job_config) -> None:
     if p.module_fqns_per_model_part is not None:
         _check_parts(p.module_fqns_per_model_part, model.num_layers)
     stages = num_stages(job_config)
+    check_order(job_config, plan, stages)
     _expect(
         stages % degree == 0,
         f"[parallelism] pipeline_parallel_layers_per_stage = {p.pipeline_parallel_layers_per_stage} gives {stages} "

@@ -17,11 +17,13 @@ from torchtitan.distributed.pipeline_parallel import (
 from torchtitan.tools.logging import logger
 
 from stateflow.documents import COLUMNS
+from stateflow.pipeline.policies import loop_placement
 from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
 from stateflow.pipeline.trace import ActionTrace
 from stateflow.titan.config import make_plan, mixed_precision_alone, num_stages
 from stateflow.titan.config import policy as policy_of
 from stateflow.titan.data import TokenCounter, valid_tokens
+from stateflow.titan.order import V_SCHEDULE, placement, read_schedule_file, recomputes
 
 
 class GlobalMean:
@@ -163,7 +165,11 @@ def pipeline(model: nn.Module, parallel_dims, job_config, device, model_args, pa
         p.pipeline_parallel_last_stage_less_layers,
     )
     mesh = parallel_dims.get_mesh("pp")
-    torch_stages, parts = pipeline_module_split(model, mesh, "Interleaved1F1B", device, names)
+    # torchtitan places stages by the schedule's name: in a loop, or down the ranks and up again.
+    looped = placement(job_config) == loop_placement(mesh.size(), count)
+    torch_stages, parts = pipeline_module_split(
+        model, mesh, "Interleaved1F1B" if looped else V_SCHEDULE, device, names
+    )
     # Only FSDP2 computes in another dtype than the parameters': torchtitan has no autocast beside pipelining.
     mixed = parallel_dims.fsdp_enabled or mixed_precision_alone(job_config)
     dtype = training.mixed_precision_param if mixed else training.dtype
@@ -187,6 +193,9 @@ def pipeline(model: nn.Module, parallel_dims, job_config, device, model_args, pa
         stages,
         training.local_batch_size // p.pipeline_parallel_microbatch_size,
         policy=policy_of(job_config),
+        weight_lag=job_config.stateflow.weight_lag,
+        recomputed=recomputes(job_config),
+        schedule=None if job_config.stateflow.schedule_file is None else read_schedule_file(job_config),
         loss_fn=loss_fn,
         global_mean=global_mean,
         trace_folder=trace_folder(job_config, mesh),

@@ -56,16 +56,17 @@ def job_of(job_config) -> Job:
         optimizer_states=2,
         multiple=job_config.stateflow.chunk_multiple,
         policy=policy_of(job_config),
+        weight_lag=job_config.stateflow.weight_lag,
     )
 
 
-def part_names(job_config) -> list[list[str]]:
-    """The modules of every stage, as ``titan.pipeline`` cuts the model."""
+def part_names(job_config, count: int | None = None) -> list[list[str]]:
+    """The modules of every stage, as ``titan.pipeline`` cuts the model, or cut into ``count`` stages."""
     p = job_config.parallelism
-    if p.module_fqns_per_model_part:
+    if p.module_fqns_per_model_part and count is None:
         return p.module_fqns_per_model_part
     layers = resolve_model(job_config).num_layers
-    count = num_stages(job_config)
+    count = count or num_stages(job_config)
     if count == 1:
         return [["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "output"]]
     return generate_llm_fqn_per_model_part(

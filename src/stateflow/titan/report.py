@@ -16,6 +16,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 
 from stateflow.titan.data import iterate_texts
+from stateflow.titan.order import loss_rank
 from stateflow.titan.tokenizer import ByteTokenizer, build_tokenizer
 
 SUMMARY_FILE = "summary.json"
@@ -65,7 +66,7 @@ def event_file(dump_folder: str | Path, job_config: JobConfig) -> Path | None:
     """The TensorBoard events of the latest run that hold its loss, or None if there are none.
 
     A file and not its folder, because torchtitan names folders by the minute: two short runs can share one.
-    With ``metrics.save_for_all_ranks`` each rank has a folder; the first rank of the last stage knows the
+    With ``metrics.save_for_all_ranks`` each rank has a folder; only that of ``loss_rank`` holds the
     loss.
     """
     root = Path(dump_folder) / job_config.metrics.save_tb_folder
@@ -74,8 +75,7 @@ def event_file(dump_folder: str | Path, job_config: JobConfig) -> Path | None:
         return newest
     run = newest.parent.parent
     num_ranks = len(list(run.glob("rank_*")))
-    num_pipeline_ranks = job_config.parallelism.pipeline_parallel_degree
-    return _newest(run / f"rank_{num_ranks // num_pipeline_ranks * (num_pipeline_ranks - 1)}") or newest
+    return _newest(run / f"rank_{loss_rank(job_config, num_ranks)}") or newest
 
 
 def _newest(folder: Path) -> Path | None:

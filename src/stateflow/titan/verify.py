@@ -207,6 +207,8 @@ def compare_run(config, dtype: torch.dtype, steps: int) -> tuple[str, list[StepC
     """Trains ``steps`` steps of ``config`` in this rank's process and compares each on rank 0 (other ranks: [])."""
     from torchtitan.train import Trainer
 
+    from stateflow.titan.order import loss_rank
+
     _adapt(config, str(dtype).removeprefix("torch."))
     trainer = Trainer(config)
     losses: list[float] = []
@@ -224,9 +226,8 @@ def compare_run(config, dtype: torch.dtype, steps: int) -> tuple[str, list[StepC
         trainer.train_step(recorder)
         grads = _gather(_named(trainer, "grad"), cpu_group)
         batches = _gather({batch_rank: list(recorder.batches)}, cpu_group)
-        # Only the first rank of the last stage knows the loss; the others log -1.
-        stages = trainer.parallel_dims.pp
-        logs = dist.get_rank() == dist.get_world_size() // stages * (stages - 1)
+        # Only the rank of the last stage knows the loss; the others log -1.
+        logs = dist.get_rank() == loss_rank(config, dist.get_world_size())
         logged = _gather({"loss": losses[-1]} if logs else {}, cpu_group)
         if dist.get_rank() == 0:
             # Always in float64: the difference is then the pipeline's own rounding.

@@ -1,0 +1,138 @@
+"""The order of the units as a config asks for it: a policy or a table of one's own, and where the stages are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stateflow.chunks import ChunkPlan
+from stateflow.pipeline.checker import check_schedule
+from stateflow.pipeline.policies import POLICIES, build_schedule, check_options, loop_placement, v_placement
+from stateflow.pipeline.schedule import Schedule, ScheduleError
+from stateflow.titan.config import _expect as expect
+from stateflow.titan.config import make_plan, num_stages, policy
+
+V_SCHEDULE = "ZBVZeroBubble"  # torchtitan's name for down the ranks and up again
+
+
+def loss_rank(job_config, world_size: int) -> int:
+    """The rank that logs losses: the first one of the rank of the last stage, as torchtitan has it."""
+    p = job_config.parallelism
+    degree = p.pipeline_parallel_degree
+    return 0 if p.pipeline_parallel_schedule == V_SCHEDULE else world_size // degree * (degree - 1)
+
+
+def read_schedule_file(job_config) -> Schedule:
+    """The table of ``[stateflow] schedule_file``, not checked yet.  ValueError if it cannot be read."""
+    where = f"[stateflow] schedule_file = {job_config.stateflow.schedule_file!r}"
+    try:
+        text = Path(job_config.stateflow.schedule_file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where}: {error}; write one with stateflow schedule CONFIG --out FILE") from error
+    try:
+        if text.lstrip().startswith("policy "):
+            return Schedule.from_text(text)
+        return Schedule.from_csv(text, make_plan(job_config).num_chunks)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def recomputes(job_config) -> bool:
+    """Whether a backward begins by a whole forward."""
+    return job_config.activation_checkpoint.mode == "full"
+
+
+def make_schedule(job_config, num_chunks: int, num_microbatches: int | None = None) -> Schedule:
+    """The checked schedule that a config runs: its schedule file's, or its policy's.  Raises ValueError."""
+    p, options = job_config.parallelism, job_config.stateflow
+    if options.schedule_file is not None:
+        schedule = read_schedule_file(job_config)
+        check_schedule(schedule)
+        return schedule
+    degree = p.pipeline_parallel_degree
+    count = job_config.training.local_batch_size // p.pipeline_parallel_microbatch_size
+    return build_schedule(
+        policy(job_config), degree, num_microbatches or count, num_chunks, num_stages(job_config) // degree,
+        options.weight_lag, recomputes(job_config),
+    )  # fmt: skip
+
+
+def placement(job_config) -> tuple[int, ...]:
+    """The rank of each stage."""
+    degree, count = job_config.parallelism.pipeline_parallel_degree, num_stages(job_config)
+    if not job_config.stateflow.enable:
+        return loop_placement(degree, count)
+    if job_config.stateflow.schedule_file is not None:
+        return read_schedule_file(job_config).stage_to_rank
+    return POLICIES[policy(job_config)].placement(degree, count)
+
+
+def check_order(job_config, plan: ChunkPlan, stages: int) -> None:
+    """Policy or schedule file against the rest of a config that pipelines.  Raises ValueError.
+
+    Also tells torchtitan which rank knows the loss, which it takes from the name of its own schedule.
+    """
+    options, p = job_config.stateflow, job_config.parallelism
+    if not options.enable:
+        return
+    degree = p.pipeline_parallel_degree
+    if options.schedule_file is not None:
+        splits = _check_schedule_file(job_config, plan, stages)
+        what = f"schedule_file = {options.schedule_file!r} has I and W"
+    else:
+        name = policy(job_config)
+        what, splits = f"policy = {name!r} splits the backward", POLICIES[name].splits_backward
+        per_rank = POLICIES[name].stages_per_rank
+        expect(
+            per_rank is None or stages == per_rank * degree,
+            f"[stateflow] policy = {name!r} takes {per_rank} stages a rank, which is {degree * (per_rank or 1)} in all, "
+            f"and the config cuts the model into {stages}; leave out [parallelism] pipeline_parallel_layers_per_stage and "
+            "module_fqns_per_model_part",
+        )
+        if stages % degree == 0:
+            try:
+                check_options(name, stages // degree, options.weight_lag)
+            except ValueError as error:
+                raise ValueError(f"[stateflow] {error}") from error
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    expect(
+        not (splits and compiled),
+        f"[stateflow] {what}, which compiled blocks cannot do: a compiled graph cannot put off a weight gradient; set "
+        '[compile] enable = false, or a policy without W, e.g. "interleaved"',
+    )
+    if placement(job_config)[-1] == 0:
+        p.pipeline_parallel_schedule = V_SCHEDULE
+    elif p.pipeline_parallel_schedule == V_SCHEDULE:
+        p.pipeline_parallel_schedule = "1F1B"
+
+
+def _check_schedule_file(job_config, plan: ChunkPlan, stages: int) -> bool:
+    """Whether the table splits the backward, after it has been found legal and of this run's sizes."""
+    options, p, training = job_config.stateflow, job_config.parallelism, job_config.training
+    where = f"[stateflow] schedule_file = {options.schedule_file!r}"
+    expect(
+        options.policy == "1f1b" and options.weight_lag is None and options.plan is None,
+        f"{where} is the order of the units: drop policy, weight_lag and plan",
+    )
+    schedule = read_schedule_file(job_config)
+    degree = p.pipeline_parallel_degree
+    for name, has, wants, key in (
+        ("ranks", schedule.num_ranks, degree, "[parallelism] pipeline_parallel_degree"),
+        ("stages", schedule.num_stages, stages, "[parallelism] pipeline_parallel_layers_per_stage"),
+        ("microbatches", schedule.num_microbatches, training.local_batch_size // p.pipeline_parallel_microbatch_size,
+         "[training] local_batch_size"),
+        ("chunks", schedule.num_chunks, plan.num_chunks, "[stateflow] num_chunks"),
+    ):  # fmt: skip
+        expect(has == wants, f"{where} is of {has} {name}, this run of {wants}; change it, or {key}")
+    try:
+        check_schedule(schedule)
+    except ScheduleError as error:
+        raise ValueError(f"{where} is refused: {error}") from error
+    known = [loop_placement(degree, stages)]
+    if stages == 2 * degree:
+        known.append(v_placement(degree, stages))
+    expect(
+        schedule.stage_to_rank in known,
+        f"{where} places stages on the ranks {list(schedule.stage_to_rank)}; the model can be cut for "
+        f"{' or '.join(str(list(p)) for p in known)}",
+    )
+    return bool(schedule.split_stages())

@@ -1,0 +1,123 @@
+"""The split of the backward into I and W, on one stage."""
+
+import pytest
+import torch
+from torch import nn
+
+from stateflow.chunks import ChunkPlan
+from stateflow.pipeline.deferred import DeferredWeights, held_bytes, run_all
+from stateflow.pipeline.stage import UnitOrderError
+from tests import cases
+
+
+def make_stage(kinds, lengths, recompute=False):
+    model = cases.make_model(kinds)
+    plan = ChunkPlan.explicit(sum(lengths), lengths)
+    (stage,) = cases.make_stages(model, 1, plan)
+    if recompute:
+        cases.checkpoint_blocks(stage.module)
+    stage.split_backward()
+    return model, plan, stage
+
+
+def is_projection(name):
+    parts = ("_proj.", ".wq.", ".wk.", ".wv.", ".wo.", ".w1.", ".w2.", ".w3.")
+    return name.startswith("layers.") and any(part in name for part in parts)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_i_leaves_the_projections_to_w_and_nothing_else(recompute):
+    model, plan, stage = make_stage(["gdn", "attention"], [3, 2], recompute)
+    tokens, labels = cases.make_batch(1, 5, seed=4)
+    for chunk, (x, target) in enumerate(zip(plan.split(tokens), plan.split(labels), strict=True)):
+        stage.forward(0, chunk, x, target=target)
+    for chunk in (1, 0):
+        stage.backward(0, chunk, loss_scale=1 / 5, input_only=True)
+    _, expected = cases.reference_gradients(model, tokens, labels)
+
+    def gradients():
+        return {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in cases.gradients_of([stage]).items()}
+
+    after_i = gradients()
+    projections = {name for name in after_i if is_projection(name)}
+    assert {name for name, grad in after_i.items() if grad is None} == projections and len(projections) == 7 + 4 + 6
+    rest = {name: grad for name, grad in after_i.items() if name not in projections}
+    assert cases.largest_difference(rest, {name: expected[name] for name in rest})[0] <= 1e-10
+    for chunk in (0, 1):  # in any order
+        stage.weight_backward(0, chunk)
+    stage.assert_drained()
+    assert cases.largest_difference(gradients(), expected)[0] <= 1e-10
+
+
+def test_a_recomputed_layer_is_recomputed_once():
+    _, plan, stage = make_stage(["gdn", "attention"], [3, 2], recompute=True)
+    calls = []
+    for wrapper in stage.module.layers.children():
+        wrapper._checkpoint_wrapped_module.register_forward_pre_hook(lambda *_: calls.append(1))
+    tokens, labels = cases.make_batch(1, 5, seed=4)
+    for chunk, (x, target) in enumerate(zip(plan.split(tokens), plan.split(labels), strict=True)):
+        stage.forward(0, chunk, x, target=target)
+    for chunk in (1, 0):
+        stage.backward(0, chunk, input_only=True)
+    for chunk in (1, 0):
+        stage.weight_backward(0, chunk)
+    assert len(calls) == 2 * 2 * 2  # layers x chunks x (forward, recomputation)
+
+
+def test_w_before_i_and_a_forgotten_w_are_errors():
+    _, _, stage = make_stage(["gdn"], [4])
+    tokens, labels = cases.make_batch(1, 4, seed=4)
+    stage.forward(0, 0, tokens, target=labels)
+    with pytest.raises(UnitOrderError, match=r"W of \(microbatch 0, chunk 0\) before its I"):
+        stage.weight_backward(0, 0)
+    stage.backward(0, 0, input_only=True)
+    with pytest.raises(UnitOrderError, match="units without W"):
+        stage.assert_drained()
+    stage.reset()
+    stage.assert_drained()
+
+
+class TwoProjections(nn.Module):
+    """With a bias, a frozen weight, one weight used twice, and inputs of one dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 5, dtype=torch.float64), nn.Linear(5, 3, dtype=torch.float64)
+        self.frozen = nn.Linear(3, 3, dtype=torch.float64).requires_grad_(False)
+
+    def forward(self, x):
+        return self.down(self.up(self.frozen(self.down(self.up(x).tanh()))).tanh())
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4, 3)])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_any_linear_module(shape, needs_grad):
+    torch.manual_seed(0)
+    module, x = TwoProjections(), torch.randn(shape, dtype=torch.float64, requires_grad=needs_grad)
+    module(x).square().sum().backward()
+    expected = [p.grad for p in (*module.parameters(), x)]
+    module.zero_grad(set_to_none=True)
+    x.grad = None
+    deferred = DeferredWeights(module)
+    with deferred.collecting() as work:
+        module(x).square().sum().backward()
+    assert all(p.grad is None for p in module.parameters())
+    assert len(work) == 4 and held_bytes(work) > 0
+    run_all(work)
+    for got, want in zip((*module.parameters(), x), expected, strict=True):
+        assert (got.grad is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(got.grad, want, rtol=1e-12, atol=0)
+    with torch.no_grad():
+        assert not module(x).requires_grad
+
+
+def test_compiled_modules_are_refused():
+    module = TwoProjections()
+    module.down = torch.compile(module.down, backend="eager")
+    with pytest.raises(ValueError, match="cannot run compiled modules, and down is one"):
+        DeferredWeights(module)
+    whole = TwoProjections()
+    whole.compile(backend="eager")
+    with pytest.raises(ValueError, match="and the module is one"):
+        DeferredWeights(whole)
