@@ -84,9 +84,9 @@ def check_order(job_config, plan: ChunkPlan, stages: int) -> None:
         per_rank = POLICIES[name].stages_per_rank
         expect(
             per_rank is None or stages == per_rank * degree,
-            f"[stateflow] policy = {name!r} takes {per_rank} stages a rank, which is {degree * (per_rank or 1)} in all, "
-            f"and the config cuts the model into {stages}; leave out [parallelism] pipeline_parallel_layers_per_stage and "
-            "module_fqns_per_model_part",
+            f"[stateflow] policy = {name!r} takes {per_rank} stages a rank, which is {degree * (per_rank or 1)} in "
+            f"all, and the config cuts the model into {stages}; leave out [parallelism] "
+            "pipeline_parallel_layers_per_stage and module_fqns_per_model_part",
         )
         if stages % degree == 0:
             try:
