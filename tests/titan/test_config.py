@@ -15,7 +15,7 @@ DOC = Path(__file__).parents[2] / "docs" / "composability.md"
 REFUSED = {
     "--stateflow.policy=1f1": "policy = '1f1' is unknown; did you mean '1f1b'",
     "--stateflow.policy=zigzag": "known: 1f1b, gpipe",
-    "--stateflow.weight-lag=1": "policy 1f1b has no separate W, so no weight_lag; leave it out, or use one of zero_bub",
+    "--stateflow.weight-lag=1": "policy 1f1b has no separate W, so no weight_lag; leave it out, or use one of",
     "--stateflow.weight-lag=-1 --stateflow.policy=mepipe": "weight_lag = -1 is too small; the least is 0",
     "--stateflow.policy=v_shape --parallelism.pipeline_parallel_layers_per_stage=3":
         "takes 2 stages a rank, which is 4",
