@@ -32,6 +32,7 @@ SHIPPED = Path(__file__).parent / "tables"
 DEFAULTS = {"gated_delta_rule": default_plan}
 
 _forced = None
+_reloads = 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ def choice_for(shape: Shape, device: torch.device) -> Choice:
     return _choose(shape.family, device, dtype, shape.batch, bucket_of(shape.tokens), *heads, shape.k_dim, shape.v_dim)
 
 
+def state() -> tuple:
+    """Changes whenever an earlier answer may no longer hold: for callers that keep answers."""
+    return _forced, _reloads
+
+
 @contextlib.contextmanager
 def using(plan) -> Iterator[None]:
     """Every call within takes this plan, in all threads: for measurements."""
@@ -90,6 +96,8 @@ def using(plan) -> Iterator[None]:
 
 def reload() -> None:
     """Forgets what was read: the next call reads the tables again."""
+    global _reloads
+    _reloads += 1
     _choose.cache_clear()
     _tables.cache_clear()
 

@@ -53,6 +53,14 @@ KNOWN = (
         "triton issue 9757",
     ),
     Known(
+        "triton",
+        "3.6.0",
+        "3.6.1",
+        "kernels with matrix products in loops without a load pipeline (one stage) gave wrong results on an H200",
+        "no plan of StateFlow's has such a loop; the cause, compiler or ptxas, was not found",
+        "StateFlow's own GPU tests",
+    ),
+    Known(
         "ptxas",
         "12.8.93",
         "12.8.94",

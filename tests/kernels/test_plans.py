@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stateflow_kernels import gated_delta_rule as launcher
 from stateflow_kernels import plans
 from stateflow_kernels.gated_delta_rule import Plan, Tile, default_plan
 from stateflow_kernels.plan_table import (
@@ -237,3 +238,22 @@ def test_the_shipped_tables_are_tables():
         table = load(path)
         assert table.entries, path
         assert all("date" in entry.evidence for entry in table.entries), path
+
+
+def test_a_forced_plan_reaches_calls_that_already_know_theirs(monkeypatch):
+    """The operations keep what they were told: a measurement of two plans must not measure one of them twice."""
+    from stateflow.recurrence import gated_delta_kernels, gated_delta_rule, self_check
+
+    used = []
+    forward = launcher.forward
+    monkeypatch.setattr(self_check, "checked_plan", lambda problem, plan: plan)
+    monkeypatch.setattr(gated_delta_kernels, "_chosen", {})
+    monkeypatch.setattr(launcher, "forward", lambda *args: used.append(args[-1]) or forward(*args))
+    q, v, gate = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), -torch.rand(1, 2, 1)
+    inputs = (q, q, v, gate, -gate, torch.zeros(1, 1, 16, 16))
+    forced = launcher.Plan(cuts=(0.5,))
+    gated_delta_rule(*inputs, backend="triton")
+    with plans.using(forced):
+        gated_delta_rule(*inputs, backend="triton")
+    gated_delta_rule(*inputs, backend="triton")
+    assert used[1] == forced and used[0] == used[2] != forced

@@ -135,7 +135,7 @@ def test_measure_runs_the_real_stage_and_leaves_nothing(part):
     module = split_model(model, 2)[part]
     point = measure(
         module, torch.device("cpu"), torch.float32, 24, 8, batch=2, dim=12, vocab_size=cases.VOCAB, is_first=part == 0,
-        is_last=part == 1, repeats=1,
+        is_last=part == 1, documents=part == 1, repeats=1,
     )  # fmt: skip
     assert point.forward > 0 and point.backward > 0 and not point.failed
     assert all(p.grad is not None and not p.grad.any() for p in module.parameters())

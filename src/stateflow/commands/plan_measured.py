@@ -127,6 +127,7 @@ def profile_stages(config, measured, device, cache, budget) -> list:
                 return measure(
                     module[0], device, job.compute_dtype, start, length, batch=job.microbatch_size, dim=job.model.dim,
                     vocab_size=job.model.vocab_size, is_first=ends[0], is_last=ends[1],
+                    documents=config.stateflow.reset_at_documents,
                 )  # fmt: skip
 
             def progress(text: str, number=number) -> None:
@@ -156,7 +157,7 @@ def _key(config, job, same) -> str:
 
     facts = (
         model_digest(job.model), same, str(job.compute_dtype), job.microbatch_size, job.recompute, job.recompute_every,
-        config.compile.enable, job.model.backend, torch.__version__,
+        config.compile.enable, job.model.backend, config.stateflow.reset_at_documents, torch.__version__,
         torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
     )  # fmt: skip
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

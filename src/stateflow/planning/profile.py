@@ -42,11 +42,12 @@ class Point:
 
 def measure(
     module: torch.nn.Module, device: torch.device, dtype: torch.dtype, start: int, length: int, *, batch: int, dim: int,
-    vocab_size: int, is_first: bool, is_last: bool, repeats: int = REPEATS,
+    vocab_size: int, is_first: bool, is_last: bool, documents: bool = False, repeats: int = REPEATS,
 ) -> Point:
     """Runs the chunk [start, start + length) ``repeats`` times or more after a warm-up.
 
-    Takes the median on a GPU, and the least on a CPU, where other programs can only add.
+    Takes the median on a GPU, and the least on a CPU, where other programs can only add. With ``documents`` the layers
+    get document starts, as in a run that resets at them; here the sequence is one document, the dearest case.
     """
     lengths = [n for n in (start, length, TAIL) if n]
     plan = ChunkPlan.explicit(sum(lengths), lengths)
@@ -58,6 +59,11 @@ def measure(
         if is_first:
             return torch.randint(vocab_size, (batch, n), device=device)
         return torch.randn(batch, n, dim, device=device, dtype=dtype)
+
+    def run_forward(chunk: int, x: torch.Tensor, **kwargs):
+        first, last = plan.span(chunk)
+        docs = torch.full((batch, last - first), -first, device=device) if documents else None
+        return stage.forward(0, chunk, x, docs=docs, target=targets[chunk], **kwargs)
 
     def now() -> float:
         if on_gpu:
@@ -82,16 +88,16 @@ def measure(
             targets = [torch.randint(vocab_size, (batch, n), device=device) if is_last else None for n in lengths]
             if start:
                 with torch.no_grad():
-                    stage.forward(0, 0, chunk_input(start), target=targets[0], training=False)
+                    run_forward(0, chunk_input(start), training=False)
             x = chunk_input(length)
             grad = None if is_last else torch.randn(batch, length, dim, device=device, dtype=dtype)
             before, begin = held(), now()
             peak(reset=True)
-            output = stage.forward(0, timed, x, target=targets[timed])
+            output = run_forward(timed, x)
             forward = now() - begin
             after, forward_peak = held(), peak()
             del output, x
-            out = stage.forward(0, timed + 1, chunk_input(TAIL), target=targets[timed + 1])
+            out = run_forward(timed + 1, chunk_input(TAIL))
             tail_grad = None if is_last else torch.zeros_like(out)
             stage.backward(0, timed + 1, tail_grad)
             held_before, begin = held(), now()

@@ -31,7 +31,10 @@ _chosen: dict[tuple, object] = {}
 
 def _plan(q_BTHK: Tensor, v_BTHV: Tensor, doc_start_BT: Tensor | None, eps: float | None):
     """The plan that passed the self-check, or None for the chunk form."""
-    key = v_BTHV.device, v_BTHV.dtype, v_BTHV.shape, q_BTHK.shape, doc_start_BT is None, eps is None
+    from stateflow_kernels import plans
+
+    shapes = v_BTHV.shape, q_BTHK.shape
+    key = v_BTHV.device, v_BTHV.dtype, shapes, doc_start_BT is None, eps is None, plans.state()
     if key not in _chosen:
         _chosen[key] = _choose_plan(q_BTHK, v_BTHV, doc_start_BT is not None, eps is not None)
     return _chosen[key]
