@@ -146,10 +146,24 @@ def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) ->
     return run_to_its_end(command, env=env)
 
 
+def _processes(options, config) -> int:
+    """How many to start.  ValueError where the config's degrees or kernels cannot be had on this machine."""
+    import torch
+
+    needed = world_size(config)
+    nproc = options.nproc or needed
+    if nproc % needed:
+        raise ValueError(f"--nproc {nproc}: the config's parallel degrees need {needed} processes, or a multiple")
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
+    if config.stateflow.kernels == "triton" and not torch.cuda.is_available() and not interpreted:
+        raise ValueError('[stateflow] kernels = "triton" needs a GPU, and there is none here; set it to "auto"')
+    return nproc
+
+
 def _train(options, config, titan_args: Sequence[str]) -> int:
     from stateflow.titan.order import loss_rank
 
-    nproc = options.nproc or world_size(config)
+    nproc = _processes(options, config)
     status = torchrun(nproc, "torchtitan.train", titan_args, log_rank=loss_rank(config, nproc))
     if status == 0:
         from stateflow.titan.report import summarize
@@ -228,9 +242,18 @@ def _tune(options, config) -> int:
 
 
 def _bench_pipeline(options, config, titan_args: Sequence[str]) -> int:
-    from stateflow.titan.bench import make_rows, run
+    import torch
 
-    training = config.training
+    from stateflow.model import count_parameters
+    from stateflow.titan.bench import make_rows, run
+    from stateflow.titan.flavors import resolve_model
+
+    training, parameters = config.training, count_parameters(resolve_model(config))
+    if parameters > 1e8 and not torch.cuda.is_available():
+        raise ValueError(
+            f"{config.model.flavor} has {parameters / 1e9:.1f} billion parameters and there is no GPU here; on a CPU "
+            "take a small one, e.g. titan_configs/demo.toml"
+        )
     rows = make_rows(
         options.tokens or [training.seq_len],
         options.microbatches or [training.local_batch_size],
@@ -242,7 +265,7 @@ def _bench_pipeline(options, config, titan_args: Sequence[str]) -> int:
     return run(
         titan_args,
         rows,
-        nproc=options.nproc or world_size(config),
+        nproc=_processes(options, config),
         stages=config.parallelism.pipeline_parallel_degree,
         steps=options.steps,
         warmup=options.warmup,
@@ -259,7 +282,7 @@ def _verify(options, config, titan_args: Sequence[str]) -> int:
         raise ValueError('--dtype float64 has no Triton kernels: use --dtype float32, or kernels = "auto"')
     return run(
         titan_args,
-        nproc=options.nproc or world_size(config),
+        nproc=_processes(options, config),
         steps=options.steps,
         dtype=options.dtype,
         tolerance=TOLERANCE[options.dtype] if options.tolerance is None else options.tolerance,

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 
 GRACE_SECONDS = 30.0
+
+
+def _end_with_parent() -> None:
+    """Asks Linux for SIGTERM when the parent of this process dies: SIGKILL leaves it no time to pass one on."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def run_to_its_end(command: Sequence[str], **kwargs) -> int:
@@ -15,7 +23,8 @@ def run_to_its_end(command: Sequence[str], **kwargs) -> int:
 
     Without this a stopped parent (a scheduler, ``timeout``, a cancelled job) would leave torchrun and its workers.
     """
-    child = subprocess.Popen(command, **kwargs)
+    before = _end_with_parent if sys.platform == "linux" else None
+    child = subprocess.Popen(command, preexec_fn=before, **kwargs)
 
     def leave(signum, _frame):
         raise SystemExit(128 + signum)  # on the way out the child is ended

@@ -54,6 +54,8 @@ def shapes_of(
 def run(options) -> int:
     """The command. Raises ValueError for a call that cannot be."""
     if options.render is not None:
+        if not options.render.is_file():
+            raise ValueError(f"--render {options.render}: there is no such file; --json FILE writes one")
         _write_report(read_rows(options.render), options.markdown)
         return 0
     if options.runs < LEAST_RUNS:

@@ -36,6 +36,8 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     schedule = make_schedule(config, make_plan(config).num_chunks, options.microbatches)
     if options.timeline:
         print(f"{timeline(schedule, recomputes(config))}\n{LEGEND}")
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {options.out}: there is no folder {options.out.absolute().parent}; create it first")
     if options.out is None:
         if not options.timeline:
             print(schedule.to_text(), end="")

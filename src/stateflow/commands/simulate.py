@@ -80,7 +80,9 @@ def read_costs(path: Path, num_stages: int, num_chunks: int) -> Callable[[Action
     """
     try:
         table = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"--cost-file {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:  # no JSON, or no text
         raise ValueError(f"--cost-file {path}: {error}") from error
     kinds = {kind.value for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
     if not isinstance(table, dict) or "F" not in table or not ("B" in table or {"I", "W"} <= table.keys()):
@@ -88,7 +90,9 @@ def read_costs(path: Path, num_stages: int, num_chunks: int) -> Callable[[Action
     for kind, rows in table.items():
         if kind not in kinds:
             raise ValueError(f"--cost-file {path}: unknown kind {kind!r}; there are F, B, I, W")
-        if len(rows) != num_stages or any(len(row) != num_chunks for row in rows):
+        good = isinstance(rows, list) and len(rows) == num_stages
+        good = good and all(isinstance(row, list) and len(row) == num_chunks for row in rows)
+        if not good or not all(isinstance(cost, int | float) for row in rows for cost in row):
             raise ValueError(
                 f"--cost-file {path}: {kind} must hold {num_stages} rows (stages) of {num_chunks} numbers (chunks)"
             )

@@ -97,18 +97,26 @@ def read_plan(path: Path) -> PlanFile:
         data = tomllib.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"plan file {path} cannot be read ({error.strerror}); make one with stateflow plan") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"plan file {path} is no text; make one with stateflow plan") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"plan file {path} is no TOML: {error}") from None
     if data.get("version") != VERSION:
         version = data.get("version")
-        raise ValueError(f"plan file {path} has version {version}, this program reads {VERSION}; make it anew")
+        raise ValueError(f"plan file {path} has version {version!r}, this program reads {VERSION}; make it anew")
     try:
         section = data["plan"]
         target = Target(**section["for"])
-        found = PlanFile(target, section["policy"], tuple(section["chunk_lengths"]))
+        policy, lengths = section["policy"], section["chunk_lengths"]
+        if not isinstance(policy, str):
+            raise TypeError(f"policy = {policy!r} is no string")
+        if not isinstance(lengths, list) or not all(type(n) is int for n in lengths):
+            raise TypeError(f"chunk_lengths = {lengths!r} is no list of whole numbers")
+        found = PlanFile(target, policy, tuple(lengths))
         found.plan()
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"plan file {path}: {error!r} in [plan]; make it anew with stateflow plan") from None
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(f"plan file {path}: {what} in [plan]; make it anew with stateflow plan") from None
     return found
 
 

@@ -25,7 +25,7 @@ def read_schedule_file(job_config) -> Schedule:
     """The table of ``[stateflow] schedule_file``, not checked yet.  ValueError if it cannot be read."""
     where = f"[stateflow] schedule_file = {job_config.stateflow.schedule_file!r}"
     try:
-        text = Path(job_config.stateflow.schedule_file).read_text()
+        text = Path(job_config.stateflow.schedule_file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: {error}; write one with stateflow schedule CONFIG --out FILE") from error
     try:
