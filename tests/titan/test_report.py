@@ -35,7 +35,7 @@ def config(tmp_path, monkeypatch):
     config.metrics.enable_tensorboard = True
     config.validation.enable = True
     config.validation.dataset = str(tmp_path / "text.txt")
-    config.stateflow = SimpleNamespace(tokenizer="bytes", enable=True, num_chunks=4, chunk_lengths=[])
+    config.stateflow = SimpleNamespace(tokenizer="bytes", enable=True, num_chunks=4, chunk_lengths=[], plan=None)
     return config
 
 
