@@ -179,8 +179,6 @@ def _doctor(options, unknown: Sequence[str]) -> int:
     problem = kernel_size_misfit(options.k_dim, options.v_dim)
     if unknown and options.config is None:
         problem = f"unknown argument {unknown[0]}"
-    if options.config is not None and not options.config.is_file():
-        problem = f"no such config: {options.config}"
     if options.heads < 1:
         problem = f"--heads {options.heads}: the least is 1"
     if problem:

@@ -75,9 +75,16 @@ def read_config(config: Path, overrides: Sequence[str], ranks: int | None = None
     from stateflow.cli import _one_sentence, parse_config
 
     try:
-        return parse_config(titan_arguments(config, overrides, ranks))
+        job_config = parse_config(titan_arguments(config, overrides, ranks))
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(_one_sentence(error, config)) from error
+    section = job_config.stateflow
+    if not section.enable:
+        # Such a run is whole sequences in torchtitan's order: what is predicted for it is one chunk in ours.
+        section.num_chunks, section.skew, section.chunk_lengths = 1, None, []
+        section.plan = section.schedule_file = section.weight_lag = None
+        section.policy = "1f1b"
+    return job_config
 
 
 @dataclasses.dataclass
