@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import gated_delta, transition
+from . import gated_delta, gated_delta_backward, transition
 from .aot import AotCase
 from .gated_delta_rule import CHUNK, Tile, default_plan
 
@@ -62,9 +62,9 @@ def aot_cases() -> list[AotCase]:
     parallel = {
         "pre": gated_delta.pre_kernel,
         "out": gated_delta.out_kernel,
-        "out_backward": gated_delta.out_backward_kernel,
-        "query_backward": gated_delta.query_backward_kernel,
-        "solve_backward": gated_delta.solve_backward_kernel,
-        "key_backward": gated_delta.key_backward_kernel,
+        "out_backward": gated_delta_backward.out_backward_kernel,
+        "query_backward": gated_delta_backward.query_backward_kernel,
+        "solve_backward": gated_delta_backward.solve_backward_kernel,
+        "key_backward": gated_delta_backward.key_backward_kernel,
     }
     return cases + [_case(name, kernel, getattr(plan, name), 128, 128) for name, kernel in parallel.items()]

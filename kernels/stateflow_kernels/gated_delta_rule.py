@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import gated_delta as kernels
+from . import gated_delta_backward as backward_kernels
 from . import transition
 
 CHUNK = 64
@@ -315,7 +316,7 @@ def backward(
 
     def out_backward() -> None:
         problem.per_chunk(
-            kernels.out_backward_kernel,
+            backward_kernels.out_backward_kernel,
             plan.out_backward,
             whole,
             *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_scale, grad_v_new),
@@ -334,7 +335,7 @@ def backward(
 
     def query_backward(chunks: range) -> None:
         problem.per_chunk(
-            kernels.query_backward_kernel,
+            backward_kernels.query_backward_kernel,
             plan.query_backward,
             chunks,
             *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, v_new, states, grad_q, grad_gate),
@@ -343,7 +344,7 @@ def backward(
 
     def solve_backward(chunks: range) -> None:
         problem.per_chunk(
-            kernels.solve_backward_kernel,
+            backward_kernels.solve_backward_kernel,
             plan.solve_backward,
             chunks,
             *(k, v, beta, doc_start, prepared.gate_sum, prepared.k_norm, solve, grad_v_new, states),
@@ -352,7 +353,7 @@ def backward(
 
     def key_backward(chunks: range) -> None:
         problem.per_chunk(
-            kernels.key_backward_kernel,
+            backward_kernels.key_backward_kernel,
             plan.key_backward,
             chunks,
             *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, v_new, states, grad_states),

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stateflow_kernels import gated_delta, transition
+from stateflow_kernels import gated_delta, gated_delta_backward, transition
 from stateflow_kernels.gated_delta_rule import CHUNK, Plan, Tile, _Prepared, _Problem
 from stateflow_kernels.plan_table import Shape
 
@@ -91,7 +91,7 @@ class Launches:
             "out": partial(per_chunk, gated_delta.out_kernel, (q, k, docs, states, v_new, *factors, o, *numbers)),
             "out_backward": partial(
                 per_chunk,
-                gated_delta.out_backward_kernel,
+                gated_delta_backward.out_backward_kernel,
                 (q, k, docs, grad_o, *factors, q_scale, grad_v_new, *numbers),
             ),
             "transition_backward": partial(
@@ -101,17 +101,17 @@ class Launches:
                 + (grad_states, grad_state_in),
             ),
             "query_backward": partial(
-                per_chunk, gated_delta.query_backward_kernel, (*seen, grad_q, grad_gate, *numbers)
+                per_chunk, gated_delta_backward.query_backward_kernel, (*seen, grad_q, grad_gate, *numbers)
             ),
             "solve_backward": partial(
                 per_chunk,
-                gated_delta.solve_backward_kernel,
+                gated_delta_backward.solve_backward_kernel,
                 (k, v, beta, docs, *factors, prepared.solve, grad_v_new, states)
                 + (grad_gate, grad_system, grad_w, grad_v, grad_beta),
             ),
             "key_backward": partial(
                 per_chunk,
-                gated_delta.key_backward_kernel,
+                gated_delta_backward.key_backward_kernel,
                 (*seen, grad_states, grad_gate, grad_system, grad_w, grad_k, grad_g, *numbers),
             ),
         }
