@@ -6,7 +6,7 @@ check (``checker``), lowering, splitting along (batch, sequence), boundary state
 (``deferred``), buffers and sends (``transport``), and losses by unit.  torch's microbatch index is the unit
 ``a * N + i`` here.
 
-Works on torch 2.11 to 2.14: whatever moved between these releases (metadata inference, receive infos, signatures of
+Tested on torch 2.11 and 2.13: whatever moved between these releases (metadata inference, receive infos, signatures of
 private hooks) is overridden rather than adapted to.
 """
 
