@@ -1,16 +1,19 @@
 """Launches the gated delta rule's kernels: forward = Pre, ST, Out; backward = Pre, ST, OG, STB, PG.
 
-Saved for the backward are the inputs and T (C numbers a token and head); U, W, Vn and the states at the chunks'
-starts are computed again there.
+Saved for the backward are the inputs and T (C numbers a token and head); Vn and the states at the chunks' starts are
+computed again there.
 
 With cuts, ST works on a side stream beside another segment's parallel part; for two segments that is
 
     forward     Pre1 -> (ST1 || Pre2) -> (ST2 || Out1) -> Out2
     backward    Pre -> (ST || OG -> STB1) -> (STB2 || PG of q, PG1) -> PG2,  segment 1 the later tokens
 
+Pre of the backward only sums gates and takes norms.
+
 Every kernel does the same with a segment as with the whole, so cuts change no bit.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,14 +50,12 @@ class Plan:
     """
 
     pre: Tile = Tile(64, 4, 2)
-    replay: Tile = Tile(64, 4, 2)
     transition: Tile = Tile(32, 4, 4)
     out: Tile = Tile(64, 4, 2)
     out_backward: Tile = Tile(64, 4, 2)
     transition_backward: Tile = Tile(32, 4, 3)
     query_backward: Tile = Tile(64, 4, 2)
-    solve_backward: Tile = Tile(64, 4, 2)
-    key_backward: Tile = Tile(64, 4, 2)
+    key_backward: Tile = Tile(64, 8, 2)
     cuts: tuple[float, ...] = ()
     backward_cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
@@ -72,7 +73,7 @@ def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int 
     walk_v = min(32 if size == 2 or not wide else 16, block_v)
 
     def walk(tiles_k: int, tiles_v: int, most: int) -> Tile:
-        stage = CHUNK * (tiles_k * block_k + tiles_v * walk_v) * size
+        stage = CHUNK * (tiles_k * block_k + CHUNK + tiles_v * walk_v) * size
         fixed = block_k * walk_v * size
         return Tile(walk_v, 4, max([2, *(n for n in range(3, most + 1) if n * stage + fixed <= shared_memory)]))
 
@@ -80,14 +81,13 @@ def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int 
     parallel = Tile(min(64 if size == 2 else 32, block_v), 8 if wide else 4, 2)
     return Plan(
         pre=parallel,
-        replay=parallel,
-        transition=walk(2, 1, 4),
+        transition=walk(1, 1, 4),
         out=parallel,
         out_backward=parallel,
-        transition_backward=walk(3, 2, 3),
+        transition_backward=walk(2, 2, 4),
         query_backward=parallel,
-        solve_backward=parallel,
-        key_backward=parallel,
+        # Five sums at a time: more warps, or they spill.
+        key_backward=dataclasses.replace(parallel, num_warps=8),
     )
 
 
@@ -104,8 +104,10 @@ class _Problem:
         self.heads = self.batch * self.num_heads
         precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
         # Not B, T or N: what a kernel is compiled for must not depend on a chunk's length.
-        self.sizes = dict(H=self.num_heads, HK=self.num_key_heads, K=self.k_dim, V=self.v_dim, C=CHUNK)
-        self.sizes |= dict(BK=max(16, triton.next_power_of_2(self.k_dim)), DTYPE=_DTYPES[q.dtype], PRECISION=precision)
+        self.key_sizes = dict(H=self.num_heads, HK=self.num_key_heads, K=self.k_dim, C=CHUNK)
+        self.key_sizes |= dict(BK=max(16, triton.next_power_of_2(self.k_dim)), DTYPE=_DTYPES[q.dtype])
+        self.key_sizes |= dict(PRECISION=precision)
+        self.sizes = self.key_sizes | dict(V=self.v_dim)
         self.options = dict(B=self.batch, HAS_DOCS=doc_start is not None, NORMALIZE=eps is not None)
 
     def tiles(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -146,7 +148,7 @@ class _Problem:
             chunks.stop,
             **self.sizes,
             BV=block_v,
-            HAS_W=True,
+            HAS_SOLVE=True,
             VECTOR_DECAY=False,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
@@ -202,21 +204,24 @@ class _Prepared:
     def __init__(self, problem: _Problem, solve: Tensor | None = None):
         self.solve = problem.tiles(CHUNK) if solve is None else solve
         self.solved = solve is not None
-        self.u, self.w = problem.tiles(problem.v_dim), problem.tiles(problem.k_dim)
         # Float64 for float32 inputs: see `gated_delta`.
         self.gate_sum = problem.tokens(torch.float64 if problem.dtype == torch.float32 else torch.float32)
-        self.k_norm, self.k_scale = problem.tokens(), problem.tokens()
+        self.k_norm, self.k_scale, self.v_scale, self.r_scale = (problem.tokens() for _ in range(4))
         self.decay = torch.empty(*self.k_norm.shape[:-1], dtype=torch.float32, device=problem.device)
 
-    def run(self, problem: _Problem, tile: Tile, chunks: range, k: Tensor, v: Tensor, g: Tensor, beta: Tensor):
-        problem.per_chunk(
-            kernels.pre_kernel,
-            tile,
-            chunks,
-            *(k, v, g, beta, problem.doc_start, self.solve, self.u, self.w),
-            *(self.gate_sum, self.k_norm, self.k_scale, self.decay, problem.eps),
+    def run(self, problem: _Problem, tile: Tile, chunks: range, k: Tensor, g: Tensor, beta: Tensor) -> None:
+        kernels.pre_kernel[(len(chunks) * problem.heads,)](
+            *(k, g, beta, problem.doc_start, self.solve),
+            *(self.gate_sum, self.k_norm, self.k_scale, self.v_scale, self.r_scale, self.decay, problem.eps),
+            problem.num_tokens,
+            problem.num_chunks,
+            chunks.start,
+            **problem.key_sizes,
+            **problem.options,
             SOLVE=not self.solved,
-            SOLVE_PRECISION=problem.sizes["PRECISION"],
+            SOLVE_PRECISION=problem.key_sizes["PRECISION"],
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )
 
 
@@ -246,14 +251,14 @@ def forward(
     side = _SideStreams(problem.device, len(segments) > 1)
 
     def pre(chunks: range) -> None:
-        prepared.run(problem, plan.pre, chunks, k, v, g, beta)
+        prepared.run(problem, plan.pre, chunks, k, g, beta)
 
     def walk(chunks: range) -> None:
         problem.walk(
             transition.transition_kernel,
             plan.transition,
             chunks,
-            *(k, prepared.k_scale, prepared.u, prepared.w, prepared.decay),
+            *(k, prepared.k_scale, v, prepared.solve, prepared.v_scale, prepared.r_scale, prepared.decay),
             # The second segment goes on from the state that the first one left.
             *(state if chunks.start == 0 else state_out, states, v_new, state_out),
         )
@@ -300,9 +305,9 @@ def backward(
     problem = _Problem(q, v, doc_start, scale, eps)
     prepared = _Prepared(problem, solve)
     v_new, states = problem.tiles(problem.v_dim), problem.states()
-    grad_v_new, grad_states = problem.tiles(problem.v_dim), problem.states()
+    # P^T dO, and then a.
+    grad_solved, grad_states = problem.tiles(problem.v_dim), problem.states()
     q_scale, grad_gate, unused = problem.tokens(), problem.tokens(), torch.empty_like(state)
-    grad_w, grad_system = problem.tiles(problem.k_dim), problem.tiles(CHUNK)
     grad_v, grad_state_in = torch.empty_like(v), torch.empty_like(state)
     grad_g, grad_beta = (torch.empty(g.shape, dtype=torch.float32, device=g.device) for _ in range(2))
     shared = problem.num_heads > problem.num_key_heads
@@ -319,7 +324,7 @@ def backward(
             backward_kernels.out_backward_kernel,
             plan.out_backward,
             whole,
-            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_scale, grad_v_new),
+            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_scale, grad_solved),
             *(problem.scale, problem.eps),
         )
 
@@ -328,8 +333,8 @@ def backward(
             transition.transition_backward_kernel,
             plan.transition_backward,
             chunks,
-            *(q, q_scale, k, prepared.k_scale, prepared.w, prepared.decay, grad_o),
-            *(grad_state if chunks.stop == problem.num_chunks else grad_state_in, grad_v_new, grad_states),
+            *(q, q_scale, k, prepared.k_scale, solve, prepared.r_scale, prepared.decay, grad_o),
+            *(grad_state if chunks.stop == problem.num_chunks else grad_state_in, grad_solved, grad_states),
             grad_state_in,
         )
 
@@ -342,22 +347,13 @@ def backward(
             *(problem.scale, problem.eps),
         )
 
-    def solve_backward(chunks: range) -> None:
-        problem.per_chunk(
-            backward_kernels.solve_backward_kernel,
-            plan.solve_backward,
-            chunks,
-            *(k, v, beta, doc_start, prepared.gate_sum, prepared.k_norm, solve, grad_v_new, states),
-            *(grad_gate, grad_system, grad_w, grad_v, grad_beta),
-        )
-
     def key_backward(chunks: range) -> None:
         problem.per_chunk(
             backward_kernels.key_backward_kernel,
             plan.key_backward,
             chunks,
-            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, v_new, states, grad_states),
-            *(grad_gate, grad_system, grad_w, grad_k, grad_g, problem.scale, problem.eps),
+            *(q, k, v, beta, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, v_new, states),
+            *(grad_solved, grad_states, grad_gate, grad_k, grad_v, grad_g, grad_beta, problem.scale, problem.eps),
         )
 
     def replay() -> None:
@@ -365,10 +361,11 @@ def backward(
             transition.transition_kernel,
             plan.transition,
             whole,
-            *(k, prepared.k_scale, prepared.u, prepared.w, prepared.decay, state, states, v_new, unused),
+            *(k, prepared.k_scale, v, prepared.solve, prepared.v_scale, prepared.r_scale, prepared.decay),
+            *(state, states, v_new, unused),
         )
 
-    prepared.run(problem, plan.replay, whole, k, v, g, beta)
+    prepared.run(problem, plan.pre, whole, k, g, beta)
     replayed = side.run(0, replay)
     out_backward()
     walked = [side.run(1, partial(walk_back, chunks)) for chunks in segments]
@@ -376,7 +373,6 @@ def backward(
     query_backward(whole)
     for chunks, event in zip(segments, walked, strict=True):
         side.wait(event)
-        solve_backward(chunks)
         key_backward(chunks)
     if shared:
         grad_q, grad_k = (x.unflatten(2, (problem.num_key_heads, -1)).sum(3).to(q.dtype) for x in (grad_q, grad_k))
