@@ -23,6 +23,9 @@ _POINTERS = {
         "gate_sum_ptr",
         "k_norm_ptr",
         "k_scale_ptr",
+        "v_scale_ptr",
+        "r_scale_ptr",
+        "q_norm_ptr",
         "q_scale_ptr",
         "decay_ptr",
         "state_in_ptr",
@@ -38,7 +41,7 @@ _POINTERS = {
 
 def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
     values = dict(B=1, H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BK=triton.next_power_of_2(k_dim), BV=tile.block_v)
-    values |= dict(HAS_W=True, VECTOR_DECAY=False, HAS_DOCS=True, NORMALIZE=True, SOLVE=True)
+    values |= dict(HAS_SOLVE=True, VECTOR_DECAY=False, HAS_DOCS=True, NORMALIZE=True, SOLVE=True)
     values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_PRECISION="tf32", STAGES=tile.num_stages)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}

@@ -1,6 +1,6 @@
 """The token-parallel kernels of the gated delta rule's backward: OG and PG, in the notation of `gated_delta`.
 
-OG is P^T dO, P the scores. PG, in two kernels, turns dO, S, Vn (of the replayed ST) and E, a = T^T dVn (of STB) into
+OG is P^T dO, P the scores. PG, in three kernels, turns dO, S, Vn (of the replayed ST) and E, a = T^T dVn (of STB) into
 the gradients of q, k, v, g and beta. The formulas are in `stateflow.recurrence.gated_delta`.
 """
 
@@ -21,6 +21,7 @@ def out_backward_kernel(
     grad_o_ptr,
     gate_sum_ptr,
     k_norm_ptr,
+    q_norm_ptr,
     q_scale_ptr,
     grad_v_new_ptr,
     scale,
@@ -62,10 +63,10 @@ def out_backward_kernel(
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
-    q_norm = scale * inverse_norm(q, eps, NORMALIZE, C)
-    tl.store(
-        q_scale_ptr + chunk * C + ts, tl.where(in_chunk, q_norm * start_decay(gate_sum, start), 0.0)
-    )
+    q_norm = inverse_norm(q, eps, NORMALIZE, C)
+    tl.store(q_norm_ptr + chunk * C + ts, q_norm)
+    q_norm *= scale
+    tl.store(q_scale_ptr + chunk * C + ts, tl.where(in_chunk, q_norm * start_decay(gate_sum, start), 0.0))
 
     # Row s, column t: the transposed scores from transposed operands.
     scores = dot(k, tl.trans(q), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
@@ -91,13 +92,13 @@ def query_backward_kernel(
     doc_start_ptr,
     grad_o_ptr,
     gate_sum_ptr,
+    q_norm_ptr,
     k_norm_ptr,
     v_new_ptr,
     states_ptr,
     grad_q_ptr,
     grad_gate_ptr,
     scale,
-    eps,
     num_tokens,
     num_chunks,
     first_chunk,
@@ -135,6 +136,7 @@ def query_backward_kernel(
     key_mask = in_chunk[:, None] & (ks[None, :] < K)
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
+    q_norm = tl.load(q_norm_ptr + chunk * C + ts)
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     from_start = start_decay(gate_sum, start)
 
@@ -157,7 +159,6 @@ def query_backward_kernel(
 
     q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
     k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    q_norm = inverse_norm(q, eps, NORMALIZE, C)
     grad_pair = grad_scores * pair_decay(gate_sum, start, C)
     scores = dot(q, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     log_pair = grad_pair * scores * (scale * q_norm)[:, None] * k_norm[None, :]
@@ -174,26 +175,20 @@ def query_backward_kernel(
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
-def key_backward_kernel(
-    q_ptr,
+def solve_backward_kernel(
     k_ptr,
     v_ptr,
     beta_ptr,
     doc_start_ptr,
-    grad_o_ptr,
     gate_sum_ptr,
     k_norm_ptr,
     v_new_ptr,
     states_ptr,
     grad_solved_ptr,
-    grad_states_ptr,
     grad_gate_ptr,
     grad_k_ptr,
     grad_v_ptr,
-    grad_g_ptr,
     grad_beta_ptr,
-    scale,
-    eps,
     num_tokens,
     num_chunks,
     first_chunk,
@@ -211,10 +206,10 @@ def key_backward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """PG of the keys, values and gates, one chunk and head: dK [B, T, H, K], dV, dbeta and dg.
+    """PG through the solve, one chunk and head: dV, dbeta, and its parts of dK [B, T, H, K] and of the gate sums'.
 
-    Needs S, Vn, E and a = T^T dVn. From (I + A) Vn = b (v - gam k S): dA = -tril(a Vn^T, -1), dv = b a, and no other
-    gradient passes through the solve.
+    Needs S, Vn and a = T^T dVn. From (I + A) Vn = b (v - gam k S): dA = -tril(a Vn^T, -1), dv = b a, and no other
+    gradient passes through the solve. dK is left to `key_backward_kernel` as that of the normalised keys.
     """
     pid = tl.program_id(0)
     n = first_chunk + pid // (B * H)
@@ -230,82 +225,159 @@ def key_backward_kernel(
     key_base = (token * HK + key_head) * K
     key_offset = ts[:, None] * (HK * K) + ks[None, :]
     key_mask = in_chunk[:, None] & (ks[None, :] < K)
-    beta = tl.load(beta_ptr + (token * H + head % H) + ts * H, mask=in_chunk, other=0.0).to(tl.float32)
+    value_base = (token * H + head % H) * V
+    value_offset = ts[:, None] * (H * V)
+    tile_base = chunk * (C * V)
+    tile_offset = ts[:, None] * V
+    state_base = chunk * (K * V)
+    gate_base = token * H + head % H
+    beta = tl.load(beta_ptr + gate_base + ts * H, mask=in_chunk, other=0.0).to(tl.float32)
 
-    # Rows are the keys' tokens s, columns the queries' or, for `rows`, the other way round.
-    grad_scores = tl.zeros([C, C], tl.float32)
+    # What comes through a. Rows are the later tokens t, in `columns` the earlier ones s: an accumulator cannot be
+    # transposed (see `primitives`).
     rows = tl.zeros([C, C], tl.float32)
     columns = tl.zeros([C, C], tl.float32)
     grad_k = tl.zeros([C, BK], tl.float32)
-    from_read = tl.zeros([C, BK], tl.float32)
-    grad_decay = tl.zeros([BK], tl.float32)
     grad_beta = tl.zeros([C], tl.float32)
     for v_block in tl.range(0, V, BV, num_stages=STAGES):
-        vs = v_block + tl.arange(0, BV)
-        v_mask = vs[None, :] < V
-        state_base = chunk * (K * V)
-        state_offset = ks[:, None] * V + vs[None, :]
-        state_mask = (ks[:, None] < K) & v_mask
-        value_base = (token * H + head % H) * V
-        value_offset = ts[:, None] * (H * V) + vs[None, :]
-        value_mask = in_chunk[:, None] & v_mask
-        tile_base = chunk * (C * V)
-        tile_offset = ts[:, None] * V + vs[None, :]
-        v_new = tl.load(v_new_ptr + tile_base + tile_offset, mask=v_mask, other=0.0)
-        grad_o = tl.load(grad_o_ptr + value_base + value_offset, mask=value_mask, other=0.0)
-        grad_scores = dot(v_new, tl.trans(grad_o), grad_scores, DTYPE, PRECISION)
-        grad_state = tl.load(grad_states_ptr + state_base + state_offset, mask=state_mask, other=0.0)
-        grad_k = dot(v_new, tl.trans(grad_state), grad_k, DTYPE, PRECISION)
-        grad_solved = tl.load(grad_solved_ptr + tile_base + tile_offset, mask=v_mask, other=0.0)
-        # Both ways round: an accumulator cannot be transposed (see `primitives`).
+        vs = (v_block + tl.arange(0, BV))[None, :]
+        v_mask = vs < V
+        v_new = tl.load(v_new_ptr + tile_base + tile_offset + vs, mask=v_mask, other=0.0)
+        grad_solved = tl.load(grad_solved_ptr + tile_base + tile_offset + vs, mask=v_mask, other=0.0)
+        state = tl.load(
+            states_ptr + state_base + (ks[:, None] * V + vs), mask=(ks[:, None] < K) & v_mask, other=0.0
+        )
+        v = tl.load(v_ptr + value_base + value_offset + vs, mask=in_chunk[:, None] & v_mask, other=0.0)
         rows = dot(grad_solved, tl.trans(v_new), rows, DTYPE, PRECISION)
         columns = dot(v_new, tl.trans(grad_solved), columns, DTYPE, PRECISION)
-        state = tl.load(states_ptr + state_base + state_offset, mask=state_mask, other=0.0)
-        from_read = dot(grad_solved, tl.trans(state), from_read, DTYPE, PRECISION)
-        grad_decay += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), axis=1)
-        v = tl.load(v_ptr + value_base + value_offset, mask=value_mask, other=0.0)
+        grad_k = dot(grad_solved, tl.trans(state), grad_k, DTYPE, PRECISION)
         grad_solved = grad_solved.to(tl.float32)
         grad_beta += tl.sum(grad_solved * v.to(tl.float32), axis=1)
-        tl.store(grad_v_ptr + value_base + value_offset, rounded(grad_solved * beta[:, None], DTYPE), mask=value_mask)
+        tl.store(
+            grad_v_ptr + value_base + value_offset + vs,
+            rounded(grad_solved * beta[:, None], DTYPE),
+            mask=in_chunk[:, None] & v_mask,
+        )
 
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     from_start = start_decay(gate_sum, start)
-    pairs = pair_decay_transposed(gate_sum, start, C)
-    to_end = tl.sum(tl.where(ts[None, :] == C - 1, pairs, 0.0), axis=1)
-    grad_k = grad_k * to_end[:, None]
     k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    k = rounded(k.to(tl.float32) * k_norm[:, None], DTYPE)
-    end_dots = tl.sum(grad_k * k.to(tl.float32), axis=1)
-    read_dots = tl.sum(from_read * k.to(tl.float32), axis=1) * from_start
-    grad_k -= from_read * (beta * from_start)[:, None]
-    q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    q_norm = inverse_norm(q, eps, NORMALIZE, C)
-    grad_k = dot(grad_scores * pairs * (scale * q_norm)[None, :], q, grad_k, DTYPE, PRECISION)
-
-    # X = -(a Vn^T) . D below the diagonal: dA = X / D; b X k and its transpose are what A gives to dK.
+    # dA = -a Vn^T below the diagonal; b dA D k and its transpose are what A gives to dK.
     products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
-    columns = tl.where(ts[None, :] > ts[:, None], -columns * pairs, 0.0)
-    grad_k = dot(columns * beta[None, :], k, grad_k, DTYPE, PRECISION)
-    grad_gate = -tl.sum(columns * beta[None, :] * products, axis=1)
+    products = products * k_norm[:, None] * k_norm[None, :]
+    read_dots = tl.sum(grad_k * k.to(tl.float32), axis=1) * (from_start * k_norm)
+    grad_k = grad_k * (-beta * from_start)[:, None]
     rows = tl.where(ts[:, None] > ts[None, :], -rows * pair_decay(gate_sum, start, C), 0.0)
-    grad_k = dot(rows * beta[:, None], k, grad_k, DTYPE, PRECISION)
-    system_dots = tl.sum(rows * products, axis=1)
-    if NORMALIZE:
-        along = tl.sum(grad_k * k.to(tl.float32), axis=1)
-        grad_k = (grad_k - k.to(tl.float32) * along[:, None]) * k_norm[:, None]
+    grad_beta += tl.sum(rows * products, axis=1) - read_dots
+    tl.store(grad_beta_ptr + gate_base + ts * H, grad_beta, mask=in_chunk)
+    grad_gate = beta * (tl.sum(rows * products, axis=1) - read_dots)
+    grad_k = dot(rows * beta[:, None] * k_norm[None, :], k, grad_k, DTYPE, PRECISION)
+    columns = tl.where(ts[None, :] > ts[:, None], -columns * pair_decay_transposed(gate_sum, start, C), 0.0)
+    columns = columns * beta[None, :]
+    grad_gate -= tl.sum(columns * products, axis=1)
+    grad_k = dot(columns * k_norm[None, :], k, grad_k, DTYPE, PRECISION)
     grad_base = (token * H + head % H) * K
     grad_offset = ts[:, None] * (H * K) + ks[None, :]
     tl.store(grad_k_ptr + grad_base + grad_offset, rounded(grad_k, grad_k_ptr.dtype.element_ty), mask=key_mask)
+    grad_gate += tl.load(grad_gate_ptr + chunk * C + ts)
+    tl.store(grad_gate_ptr + chunk * C + ts, grad_gate)
 
-    grad_beta += system_dots - read_dots
-    tl.store(grad_beta_ptr + (token * H + head % H) + ts * H, grad_beta, mask=in_chunk)
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def key_backward_kernel(
+    q_ptr,
+    k_ptr,
+    doc_start_ptr,
+    grad_o_ptr,
+    gate_sum_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    v_new_ptr,
+    states_ptr,
+    grad_states_ptr,
+    grad_gate_ptr,
+    grad_k_ptr,
+    grad_g_ptr,
+    scale,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    B: tl.constexpr,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """PG of the keys and gates, one chunk and head, the last part: what P and E add, dK [B, T, H, K] and dg."""
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (B * H)
+    head = (pid % (B * H)).to(tl.int64)
+    batch = head // H
+    key_head = (head % H) // (H // HK)
+    chunk = head * num_chunks + n
+    token = batch * num_tokens + n.to(tl.int64) * C
+
+    ts = tl.arange(0, C)
+    ks = tl.arange(0, BK)
+    in_chunk = ts < num_tokens - n * C
+    key_base = (token * HK + key_head) * K
+    key_offset = ts[:, None] * (HK * K) + ks[None, :]
+    key_mask = in_chunk[:, None] & (ks[None, :] < K)
+    value_base = (token * H + head % H) * V
+    value_offset = ts[:, None] * (H * V)
+    tile_base = chunk * (C * V)
+    tile_offset = ts[:, None] * V
+    state_base = chunk * (K * V)
+    gate_base = token * H + head % H
+    # What comes through P and E. Rows are the keys' tokens, columns those of the queries.
+    grad_scores = tl.zeros([C, C], tl.float32)
+    from_end = tl.zeros([C, BK], tl.float32)
+    grad_decay = tl.zeros([BK], tl.float32)
+    for v_block in tl.range(0, V, BV, num_stages=STAGES):
+        vs = (v_block + tl.arange(0, BV))[None, :]
+        v_mask = vs < V
+        state_mask = (ks[:, None] < K) & v_mask
+        v_new = tl.load(v_new_ptr + tile_base + tile_offset + vs, mask=v_mask, other=0.0)
+        grad_o = tl.load(grad_o_ptr + value_base + value_offset + vs, mask=in_chunk[:, None] & v_mask, other=0.0)
+        grad_state = tl.load(grad_states_ptr + state_base + (ks[:, None] * V + vs), mask=state_mask, other=0.0)
+        state = tl.load(states_ptr + state_base + (ks[:, None] * V + vs), mask=state_mask, other=0.0)
+        grad_scores = dot(v_new, tl.trans(grad_o), grad_scores, DTYPE, PRECISION)
+        from_end = dot(v_new, tl.trans(grad_state), from_end, DTYPE, PRECISION)
+        grad_decay += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), axis=1)
+
+    start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
+    gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
+    q_norm = tl.load(q_norm_ptr + chunk * C + ts)
+    k_norm = tl.load(k_norm_ptr + chunk * C + ts)
+    from_start = start_decay(gate_sum, start)
+    pairs = pair_decay_transposed(gate_sum, start, C)
+    to_end = tl.sum(tl.where(ts[None, :] == C - 1, pairs, 0.0), axis=1)
+    from_end = from_end * to_end[:, None]
+    k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0).to(tl.float32) * k_norm[:, None]
+    end_dots = tl.sum(from_end * k, axis=1)
+    q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
+    grad_base = (token * H + head % H) * K
+    grad_offset = ts[:, None] * (H * K) + ks[None, :]
+    grad_k = tl.load(grad_k_ptr + grad_base + grad_offset, mask=key_mask, other=0.0).to(tl.float32) + from_end
+    grad_k = dot(grad_scores * pairs * (scale * q_norm)[None, :], q, grad_k, DTYPE, PRECISION)
+    if NORMALIZE:
+        grad_k = (grad_k - k * tl.sum(grad_k * k, axis=1)[:, None]) * k_norm[:, None]
+    tl.store(grad_k_ptr + grad_base + grad_offset, rounded(grad_k, grad_k_ptr.dtype.element_ty), mask=key_mask)
+
     whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
     grad_end = tl.sum(end_dots, axis=0) + whole * tl.sum(grad_decay, axis=0)
-    grad_gate += tl.load(grad_gate_ptr + chunk * C + ts) - end_dots + tl.where(ts == C - 1, grad_end, 0.0)
-    grad_gate += beta * (system_dots - read_dots)
+    grad_gate = tl.load(grad_gate_ptr + chunk * C + ts) - end_dots + tl.where(ts == C - 1, grad_end, 0.0)
     # Each gate is in the sums of its document's later tokens.
     summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
     grad_g = tl.sum(tl.where(summed, grad_gate[:, None], 0.0), axis=0)
-    tl.store(grad_g_ptr + (token * H + head % H) + ts * H, grad_g, mask=in_chunk)
+    tl.store(grad_g_ptr + gate_base + ts * H, grad_g, mask=in_chunk)

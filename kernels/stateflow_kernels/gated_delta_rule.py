@@ -13,7 +13,6 @@ Pre of the backward only sums gates and takes norms.
 Every kernel does the same with a segment as with the whole, so cuts change no bit.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +54,8 @@ class Plan:
     out_backward: Tile = Tile(64, 4, 2)
     transition_backward: Tile = Tile(32, 4, 3)
     query_backward: Tile = Tile(64, 4, 2)
-    key_backward: Tile = Tile(64, 8, 2)
+    solve_backward: Tile = Tile(64, 4, 2)
+    key_backward: Tile = Tile(64, 4, 2)
     cuts: tuple[float, ...] = ()
     backward_cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
@@ -86,8 +86,8 @@ def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int 
         out_backward=parallel,
         transition_backward=walk(2, 2, 4),
         query_backward=parallel,
-        # Five sums at a time: more warps, or they spill.
-        key_backward=dataclasses.replace(parallel, num_warps=8),
+        solve_backward=parallel,
+        key_backward=parallel,
     )
 
 
@@ -307,7 +307,7 @@ def backward(
     v_new, states = problem.tiles(problem.v_dim), problem.states()
     # P^T dO, and then a.
     grad_solved, grad_states = problem.tiles(problem.v_dim), problem.states()
-    q_scale, grad_gate, unused = problem.tokens(), problem.tokens(), torch.empty_like(state)
+    q_norm, q_scale, grad_gate, unused = *(problem.tokens() for _ in range(3)), torch.empty_like(state)
     grad_v, grad_state_in = torch.empty_like(v), torch.empty_like(state)
     grad_g, grad_beta = (torch.empty(g.shape, dtype=torch.float32, device=g.device) for _ in range(2))
     shared = problem.num_heads > problem.num_key_heads
@@ -324,7 +324,7 @@ def backward(
             backward_kernels.out_backward_kernel,
             plan.out_backward,
             whole,
-            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_scale, grad_solved),
+            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_norm, q_scale, grad_solved),
             *(problem.scale, problem.eps),
         )
 
@@ -343,8 +343,17 @@ def backward(
             backward_kernels.query_backward_kernel,
             plan.query_backward,
             chunks,
-            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, v_new, states, grad_q, grad_gate),
-            *(problem.scale, problem.eps),
+            *(q, k, doc_start, grad_o, prepared.gate_sum, q_norm, prepared.k_norm, v_new, states, grad_q, grad_gate),
+            problem.scale,
+        )
+
+    def solve_backward(chunks: range) -> None:
+        problem.per_chunk(
+            backward_kernels.solve_backward_kernel,
+            plan.solve_backward,
+            chunks,
+            *(k, v, beta, doc_start, prepared.gate_sum, prepared.k_norm, v_new, states, grad_solved),
+            *(grad_gate, grad_k, grad_v, grad_beta),
         )
 
     def key_backward(chunks: range) -> None:
@@ -352,8 +361,8 @@ def backward(
             backward_kernels.key_backward_kernel,
             plan.key_backward,
             chunks,
-            *(q, k, v, beta, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, v_new, states),
-            *(grad_solved, grad_states, grad_gate, grad_k, grad_v, grad_g, grad_beta, problem.scale, problem.eps),
+            *(q, k, doc_start, grad_o, prepared.gate_sum, q_norm, prepared.k_norm, v_new, states, grad_states),
+            *(grad_gate, grad_k, grad_g, problem.scale),
         )
 
     def replay() -> None:
@@ -373,6 +382,7 @@ def backward(
     query_backward(whole)
     for chunks, event in zip(segments, walked, strict=True):
         side.wait(event)
+        solve_backward(chunks)
         key_backward(chunks)
     if shared:
         grad_q, grad_k = (x.unflatten(2, (problem.num_key_heads, -1)).sum(3).to(q.dtype) for x in (grad_q, grad_k))

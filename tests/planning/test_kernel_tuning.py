@@ -134,7 +134,7 @@ def test_a_plan_that_is_slower_as_a_whole_is_not_taken(tmp_path):
             timing = super().time_backward(plan)
             return timing if plan == Plan() else replace(timing, median=timing.median + 2.0)
 
-    (entry,), _ = search(Slower({("replay", Tile(32, 4, 2)): 0.5}), tmp_path)
+    (entry,), _ = search(Slower({("out", Tile(32, 4, 2)): 0.5}), tmp_path)
     assert entry.plan == Plan() and entry.evidence["backward_ms"] == entry.evidence["default_backward_ms"]
 
 
