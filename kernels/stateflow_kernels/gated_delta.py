@@ -66,10 +66,7 @@ def pre_kernel(
     solve_ptr,
     gate_sum_ptr,
     k_norm_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    r_scale_ptr,
-    decay_ptr,
+    factors_ptr,
     eps,
     num_tokens,
     num_chunks,
@@ -122,11 +119,13 @@ def pre_kernel(
     to_end = tl.sum(tl.where(ts[:, None] == C - 1, pairs, 0.0), axis=0)
     tl.store(gate_sum_ptr + chunk * C + ts, gate_sum)
     tl.store(k_norm_ptr + chunk * C + ts, k_norm)
-    tl.store(k_scale_ptr + chunk * C + ts, tl.where(in_chunk, to_end * k_norm, 0.0))
-    tl.store(v_scale_ptr + chunk * C + ts, beta)
-    tl.store(r_scale_ptr + chunk * C + ts, beta * from_start * k_norm)
-    tl.store(decay_ptr + chunk, tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0))
-
+    # In the order that ST and STB read as one tile each: b, kappa, r, Gam; then `out_backward_kernel`'s rho.
+    factors = factors_ptr + chunk * (5 * C) + ts
+    tl.store(factors, beta)
+    tl.store(factors + C, tl.where(in_chunk, to_end * k_norm, 0.0))
+    tl.store(factors + 2 * C, beta * from_start * k_norm)
+    whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
+    tl.store(factors + 3 * C, tl.zeros([C], tl.float32) + whole)
     if SOLVE:
         products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
         system = products * pairs * (beta * k_norm)[:, None] * k_norm[None, :]

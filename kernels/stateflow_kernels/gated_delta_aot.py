@@ -11,7 +11,7 @@ import triton.language as tl
 
 from . import gated_delta, gated_delta_backward, transition
 from .aot import AotCase
-from .gated_delta_rule import CHUNK, Tile, default_plan
+from .gated_delta_rule import CHUNK, FACTORS, Tile, default_plan
 
 _NUMBERS = {"scale": "fp32", "eps": "fp32"}
 # The pointers that do not have the type of q, k and v; all other names of arguments that end in _ptr do.
@@ -26,6 +26,7 @@ _POINTERS = {
         "v_scale_ptr",
         "r_scale_ptr",
         "q_norm_ptr",
+        "factors_ptr",
         "q_scale_ptr",
         "decay_ptr",
         "state_in_ptr",
@@ -41,7 +42,15 @@ _POINTERS = {
 
 def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
     values = dict(B=1, H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BK=triton.next_power_of_2(k_dim), BV=tile.block_v)
-    values |= dict(HAS_SOLVE=True, VECTOR_DECAY=False, HAS_DOCS=True, NORMALIZE=True, SOLVE=True)
+    values |= dict(
+        HAS_SOLVE=True,
+        VECTOR_DECAY=False,
+        FACTOR_STRIDE=FACTORS * CHUNK,
+        DECAY_STRIDE=FACTORS * CHUNK,
+        HAS_DOCS=True,
+        NORMALIZE=True,
+        SOLVE=True,
+    )
     values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_PRECISION="tf32", STAGES=tile.num_stages)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}

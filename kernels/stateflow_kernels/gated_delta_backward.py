@@ -22,7 +22,7 @@ def out_backward_kernel(
     gate_sum_ptr,
     k_norm_ptr,
     q_norm_ptr,
-    q_scale_ptr,
+    factors_ptr,
     grad_v_new_ptr,
     scale,
     eps,
@@ -66,7 +66,8 @@ def out_backward_kernel(
     q_norm = inverse_norm(q, eps, NORMALIZE, C)
     tl.store(q_norm_ptr + chunk * C + ts, q_norm)
     q_norm *= scale
-    tl.store(q_scale_ptr + chunk * C + ts, tl.where(in_chunk, q_norm * start_decay(gate_sum, start), 0.0))
+    rho = tl.where(in_chunk, q_norm * start_decay(gate_sum, start), 0.0)
+    tl.store(factors_ptr + chunk * (5 * C) + 4 * C + ts, rho)
 
     # Row s, column t: the transposed scores from transposed operands.
     scores = dot(k, tl.trans(q), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
@@ -244,9 +245,7 @@ def solve_backward_kernel(
         v_mask = vs < V
         v_new = tl.load(v_new_ptr + tile_base + tile_offset + vs, mask=v_mask, other=0.0)
         grad_solved = tl.load(grad_solved_ptr + tile_base + tile_offset + vs, mask=v_mask, other=0.0)
-        state = tl.load(
-            states_ptr + state_base + (ks[:, None] * V + vs), mask=(ks[:, None] < K) & v_mask, other=0.0
-        )
+        state = tl.load(states_ptr + state_base + (ks[:, None] * V + vs), mask=(ks[:, None] < K) & v_mask, other=0.0)
         v = tl.load(v_ptr + value_base + value_offset + vs, mask=in_chunk[:, None] & v_mask, other=0.0)
         rows = dot(grad_solved, tl.trans(v_new), rows, DTYPE, PRECISION)
         columns = dot(v_new, tl.trans(grad_solved), columns, DTYPE, PRECISION)

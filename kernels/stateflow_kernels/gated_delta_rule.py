@@ -13,6 +13,8 @@ Pre of the backward only sums gates and takes norms.
 Every kernel does the same with a segment as with the whole, so cuts change no bit.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,19 +27,24 @@ from torch import Tensor
 
 from . import gated_delta as kernels
 from . import gated_delta_backward as backward_kernels
-from . import transition
+from . import hopper, transition
 
 CHUNK = 64
+FACTORS = 5
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is launched: columns of V at a time, warps a program, depth of the load pipeline."""
+    """How a kernel is launched: columns of V at a time, warps a program, depth of the load pipeline.
+
+    `specialized`: ST and STB in the form of `hopper_transition`, where that runs; its bits are the same.
+    """
 
     block_v: int = 64
     num_warps: int = 4
     num_stages: int = 2
+    specialized: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class _Problem:
         )
 
     def walk(self, kernel, tile: Tile, chunks: range, *args) -> None:
-        """Launches ST or STB through some chunks of all heads."""
+        """Launches Triton's ST or STB through some chunks of all heads."""
         block_v = min(tile.block_v, max(16, triton.next_power_of_2(self.v_dim)))
         kernel[(self.heads * triton.cdiv(self.v_dim, block_v),)](
             *args,
@@ -150,8 +157,44 @@ class _Problem:
             BV=block_v,
             HAS_SOLVE=True,
             VECTOR_DECAY=False,
+            FACTOR_STRIDE=FACTORS * CHUNK,
+            DECAY_STRIDE=FACTORS * CHUNK,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
+        )
+
+    def transition(
+        self, tile: Tile, chunks: range, prepared: _Prepared, k: Tensor, v: Tensor,
+        state_in: Tensor, states: Tensor, v_new: Tensor, state_out: Tensor,
+    ) -> None:  # fmt: skip
+        """ST: from `state_in`, the state before the first of these chunks, to `state_out`."""
+        if hopper.runs(self, tile):
+            hopper.transition(
+                self, tile, chunks, prepared.solve, prepared.factors, k, v, state_in, states, v_new, state_out
+            )
+            return
+        b, kappa, r, decay, _ = prepared.factors.unbind(3)
+        self.walk(
+            transition.transition_kernel,
+            *(tile, chunks, k, kappa, v, prepared.solve, b, r, decay, state_in, states, v_new, state_out),
+        )
+
+    def transition_backward(
+        self, tile: Tile, chunks: range, prepared: _Prepared, q: Tensor, k: Tensor, grad_o: Tensor,
+        grad_state_in: Tensor, tiles: Tensor, grad_states: Tensor, grad_state_out: Tensor,
+    ) -> None:  # fmt: skip
+        """STB: from the gradient of the state after the last of these chunks to that before the first.
+
+        `tiles` hold P^T dO and receive a.
+        """
+        outputs = (grad_state_in, tiles, grad_states, grad_state_out)
+        if hopper.runs(self, tile):
+            hopper.transition_backward(self, tile, chunks, prepared.solve, prepared.factors, q, k, grad_o, *outputs)
+            return
+        _, kappa, r, decay, rho = prepared.factors.unbind(3)
+        self.walk(
+            transition.transition_backward_kernel,
+            *(tile, chunks, q, rho, k, kappa, prepared.solve, r, decay, grad_o, *outputs),
         )
 
     def segments(self, cuts: tuple[float, ...]) -> list[range]:
@@ -206,13 +249,15 @@ class _Prepared:
         self.solved = solve is not None
         # Float64 for float32 inputs: see `gated_delta`.
         self.gate_sum = problem.tokens(torch.float64 if problem.dtype == torch.float32 else torch.float32)
-        self.k_norm, self.k_scale, self.v_scale, self.r_scale = (problem.tokens() for _ in range(4))
-        self.decay = torch.empty(*self.k_norm.shape[:-1], dtype=torch.float32, device=problem.device)
+        self.k_norm = problem.tokens()
+        # Of each chunk: b, kappa and r of its tokens, Gam (C times), and rho, which is `out_backward_kernel`'s.
+        chunks = self.k_norm.shape[:-1]
+        self.factors = torch.empty(*chunks, FACTORS, CHUNK, dtype=torch.float32, device=problem.device)
 
     def run(self, problem: _Problem, tile: Tile, chunks: range, k: Tensor, g: Tensor, beta: Tensor) -> None:
         kernels.pre_kernel[(len(chunks) * problem.heads,)](
             *(k, g, beta, problem.doc_start, self.solve),
-            *(self.gate_sum, self.k_norm, self.k_scale, self.v_scale, self.r_scale, self.decay, problem.eps),
+            *(self.gate_sum, self.k_norm, self.factors, problem.eps),
             problem.num_tokens,
             problem.num_chunks,
             chunks.start,
@@ -254,14 +299,9 @@ def forward(
         prepared.run(problem, plan.pre, chunks, k, g, beta)
 
     def walk(chunks: range) -> None:
-        problem.walk(
-            transition.transition_kernel,
-            plan.transition,
-            chunks,
-            *(k, prepared.k_scale, v, prepared.solve, prepared.v_scale, prepared.r_scale, prepared.decay),
-            # The second segment goes on from the state that the first one left.
-            *(state if chunks.start == 0 else state_out, states, v_new, state_out),
-        )
+        # The second segment goes on from the state that the first one left.
+        before = state if chunks.start == 0 else state_out
+        problem.transition(plan.transition, chunks, prepared, k, v, before, states, v_new, state_out)
 
     def out(chunks: range) -> None:
         problem.per_chunk(
@@ -307,7 +347,7 @@ def backward(
     v_new, states = problem.tiles(problem.v_dim), problem.states()
     # P^T dO, and then a.
     grad_solved, grad_states = problem.tiles(problem.v_dim), problem.states()
-    q_norm, q_scale, grad_gate, unused = *(problem.tokens() for _ in range(3)), torch.empty_like(state)
+    q_norm, grad_gate, unused = problem.tokens(), problem.tokens(), torch.empty_like(state)
     grad_v, grad_state_in = torch.empty_like(v), torch.empty_like(state)
     grad_g, grad_beta = (torch.empty(g.shape, dtype=torch.float32, device=g.device) for _ in range(2))
     shared = problem.num_heads > problem.num_key_heads
@@ -324,18 +364,14 @@ def backward(
             backward_kernels.out_backward_kernel,
             plan.out_backward,
             whole,
-            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_norm, q_scale, grad_solved),
+            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_norm, prepared.factors, grad_solved),
             *(problem.scale, problem.eps),
         )
 
     def walk_back(chunks: range) -> None:
-        problem.walk(
-            transition.transition_backward_kernel,
-            plan.transition_backward,
-            chunks,
-            *(q, q_scale, k, prepared.k_scale, solve, prepared.r_scale, prepared.decay, grad_o),
-            *(grad_state if chunks.stop == problem.num_chunks else grad_state_in, grad_solved, grad_states),
-            grad_state_in,
+        after = grad_state if chunks.stop == problem.num_chunks else grad_state_in
+        problem.transition_backward(
+            plan.transition_backward, chunks, prepared, q, k, grad_o, after, grad_solved, grad_states, grad_state_in
         )
 
     def query_backward(chunks: range) -> None:
@@ -366,13 +402,7 @@ def backward(
         )
 
     def replay() -> None:
-        problem.walk(
-            transition.transition_kernel,
-            plan.transition,
-            whole,
-            *(k, prepared.k_scale, v, prepared.solve, prepared.v_scale, prepared.r_scale, prepared.decay),
-            *(state, states, v_new, unused),
-        )
+        problem.transition(plan.transition, whole, prepared, k, v, state, states, v_new, unused)
 
     prepared.run(problem, plan.pre, whole, k, g, beta)
     replayed = side.run(0, replay)

@@ -3,8 +3,8 @@
 Per head and kernel chunk of C tokens, with the state S [K, V] before the chunk and one factor a token each in the
 diagonal matrices b, r, kappa and rho:
 
-    Vn = V, or T (b V - r k S) with a solve     S' = Lam S + k^T kappa Vn                              (ST, in order)
-    dVn = P^T dY + kappa k E   a = T^T dVn      E' = Lam E + q^T rho dY - k^T r a                      (STB, in reverse order)
+    ST, in order:    Vn = V, or T (b V - r k S) with a solve    S' = Lam S + k^T kappa Vn
+    STB, reversed:   dVn = P^T dY + kappa k E    a = T^T dVn    E' = Lam E + q^T rho dY - k^T r a
 
 E is dL/dS' on entry to a chunk. Lam is a scalar or a vector [K]. With a solve this is the delta rule: T V' = U and
 T r k = W of the literature, multiplied out of order, so that neither U nor W exists in memory, ST reads what the
@@ -17,8 +17,9 @@ Layouts (all contiguous):
     v, dY (grad_y)     [B, T, H, V]
     v_new, ...         "tiles" [B, H, N, C, X]: N chunks, the last one padded with zeros
     solve              T, tiles with X = C
-    k_scale (kappa), q_scale (rho), v_scale (b), r_scale (r)    [B, H, N, C] float32, 0 in the padding
-    decay              [B, H, N] float32, or [B, H, N, K] where VECTOR_DECAY
+    k_scale (kappa), q_scale (rho), v_scale (b), r_scale (r)    [B, H, N, C] float32, 0 in the padding; chunks
+                       FACTOR_STRIDE apart
+    decay              [B, H, N] float32, or [B, H, N, K] where VECTOR_DECAY; chunks DECAY_STRIDE apart
     states             [B, H, N, K, V] in DTYPE: the state (its gradient) as it entered each chunk
     state              [B, H, K, V] float32
 """
@@ -57,6 +58,8 @@ def transition_kernel(
     BV: tl.constexpr,
     HAS_SOLVE: tl.constexpr,
     VECTOR_DECAY: tl.constexpr,
+    FACTOR_STRIDE: tl.constexpr,
+    DECAY_STRIDE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -85,26 +88,24 @@ def transition_kernel(
         k = tl.load(
             k_ptr + (token * HK + key_head) * K + (ts[:, None] * (HK * K) + ks[None, :]), mask=seen & k_mask, other=0.0
         )
-        k_scale = tl.load(k_scale_ptr + chunk * C + ts)
+        k_scale = tl.load(k_scale_ptr + chunk * FACTOR_STRIDE + ts)
         v = tl.load(
             v_ptr + (token * H + head % H) * V + (ts[:, None] * (H * V) + vs[None, :]), mask=seen & v_mask, other=0.0
         )
         v_new = v.to(tl.float32)
         if VECTOR_DECAY:
-            decay = tl.load(decay_ptr + chunk * K + ks, mask=ks < K, other=0.0)[:, None]
+            decay = tl.load(decay_ptr + chunk * DECAY_STRIDE + ks, mask=ks < K, other=0.0)[:, None]
         else:
-            decay = tl.load(decay_ptr + chunk)
+            decay = tl.load(decay_ptr + chunk * DECAY_STRIDE)
         tl.store(states_ptr + chunk * (K * V) + state_offset, rounded(state, DTYPE), mask=state_mask)
         if HAS_SOLVE:
-            v_scale = tl.load(v_scale_ptr + chunk * C + ts)
-            r_scale = tl.load(r_scale_ptr + chunk * C + ts)
+            v_scale = tl.load(v_scale_ptr + chunk * FACTOR_STRIDE + ts)
+            r_scale = tl.load(r_scale_ptr + chunk * FACTOR_STRIDE + ts)
             solve = tl.load(solve_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]))
             read = dot(k, state, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
             v_new = v_new * v_scale[:, None] - read * r_scale[:, None]
             v_new = dot(solve, v_new, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
-            tl.store(
-                v_new_ptr + chunk * (C * V) + (ts[:, None] * V + vs[None, :]), rounded(v_new, DTYPE), mask=v_mask
-            )
+            tl.store(v_new_ptr + chunk * (C * V) + (ts[:, None] * V + vs[None, :]), rounded(v_new, DTYPE), mask=v_mask)
         state = dot(tl.trans(k), v_new * k_scale[:, None], state * decay, DTYPE, PRECISION)
 
     tl.store(state_out_ptr + head * K * V + state_offset, state, mask=state_mask)
@@ -137,11 +138,13 @@ def transition_backward_kernel(
     BV: tl.constexpr,
     HAS_SOLVE: tl.constexpr,
     VECTOR_DECAY: tl.constexpr,
+    FACTOR_STRIDE: tl.constexpr,
+    DECAY_STRIDE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """STB over the chunks end_chunk - 1 .. first_chunk; `grad_v_new` holds P^T dY and receives a (without a solve dVn)."""
+    """STB over the chunks end_chunk - 1 .. first_chunk; `grad_v_new` holds P^T dY and receives a, or dVn."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     column = pid % NV
@@ -167,8 +170,8 @@ def transition_backward_kernel(
         key_offset = ts[:, None] * (HK * K) + ks[None, :]
         k = tl.load(k_ptr + key_base + key_offset, mask=seen & k_mask, other=0.0)
         q = tl.load(q_ptr + key_base + key_offset, mask=seen & k_mask, other=0.0)
-        k_scale = tl.load(k_scale_ptr + chunk * C + ts)
-        q_scale = tl.load(q_scale_ptr + chunk * C + ts)
+        k_scale = tl.load(k_scale_ptr + chunk * FACTOR_STRIDE + ts)
+        q_scale = tl.load(q_scale_ptr + chunk * FACTOR_STRIDE + ts)
         grad_y_base = (token * H + head % H) * V
         grad_y_offset = ts[:, None] * (H * V) + vs[None, :]
         grad_y = tl.load(grad_y_ptr + grad_y_base + grad_y_offset, mask=seen & v_mask, other=0.0).to(tl.float32)
@@ -176,15 +179,15 @@ def transition_backward_kernel(
         tile_offset = ts[:, None] * V + vs[None, :]
         from_output = tl.load(grad_v_new_ptr + tile_base + tile_offset, mask=v_mask, other=0.0).to(tl.float32)
         if VECTOR_DECAY:
-            decay = tl.load(decay_ptr + chunk * K + ks, mask=ks < K, other=0.0)[:, None]
+            decay = tl.load(decay_ptr + chunk * DECAY_STRIDE + ks, mask=ks < K, other=0.0)[:, None]
         else:
-            decay = tl.load(decay_ptr + chunk)
+            decay = tl.load(decay_ptr + chunk * DECAY_STRIDE)
         tl.store(grad_states_ptr + chunk * (K * V) + state_offset, rounded(grad_state, DTYPE), mask=state_mask)
         from_state = dot(k, grad_state, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
         grad_v_new = from_output + from_state * k_scale[:, None]
         grad_state = dot(tl.trans(q), grad_y * q_scale[:, None], grad_state * decay, DTYPE, PRECISION)
         if HAS_SOLVE:
-            r_scale = tl.load(r_scale_ptr + chunk * C + ts)
+            r_scale = tl.load(r_scale_ptr + chunk * FACTOR_STRIDE + ts)
             solve = tl.load(solve_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]))
             grad_v_new = dot(tl.trans(solve), grad_v_new, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
             grad_state = dot(tl.trans(k), grad_v_new * -r_scale[:, None], grad_state, DTYPE, PRECISION)

@@ -142,4 +142,3 @@ FAULTS: dict[str, Callable[[], AbstractContextManager]] = {
     "scale-grad": scale_grad,
     "drop-weight-grad": drop_weight_grad,
 }
-

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stateflow_kernels import gated_delta, gated_delta_backward, transition
+from stateflow_kernels import gated_delta, gated_delta_backward
 from stateflow_kernels.gated_delta_rule import Plan, Tile, _Prepared, _Problem
 from stateflow_kernels.plan_table import Shape
 
@@ -59,7 +59,7 @@ class Launches:
         prepared = _Prepared(problem)
         v_new, states = problem.tiles(shape.v_dim), problem.states()
         grad_solved, grad_states = problem.tiles(shape.v_dim), problem.states()
-        q_norm, q_scale, grad_gate = (problem.tokens() for _ in range(3))
+        q_norm, grad_gate = problem.tokens(), problem.tokens()
         state_out, grad_state_in = torch.empty_like(state), torch.empty_like(state)
         o, grad_v, grad_g, grad_beta = (torch.empty_like(x) for x in (v, v, g, beta))
         shared = shape.num_heads > shape.num_key_heads
@@ -70,32 +70,21 @@ class Launches:
         def pre(tile: Tile) -> None:
             prepared.run(problem, tile, whole, k, g, beta)
 
-        def walk(kernel, args: tuple, tile: Tile) -> None:
-            problem.walk(kernel, tile, whole, *args)
-
         def per_chunk(kernel, args: tuple, tile: Tile) -> None:
             problem.per_chunk(kernel, tile, whole, *args)
 
         numbers = (problem.scale, problem.eps)
         self.by_name: dict[str, Callable[[Tile], None]] = {
             "pre": pre,
-            "transition": partial(
-                walk,
-                transition.transition_kernel,
-                (k, prepared.k_scale, v, prepared.solve, prepared.v_scale, prepared.r_scale, prepared.decay)
-                + (state, states, v_new, state_out),
-            ),
+            "transition": lambda tile: problem.transition(tile, whole, prepared, k, v, state, states, v_new, state_out),
             "out": partial(per_chunk, gated_delta.out_kernel, (q, k, docs, states, v_new, *factors, o, *numbers)),
             "out_backward": partial(
                 per_chunk,
                 gated_delta_backward.out_backward_kernel,
-                (q, k, docs, grad_o, *factors, q_norm, q_scale, grad_solved, *numbers),
+                (q, k, docs, grad_o, *factors, q_norm, prepared.factors, grad_solved, *numbers),
             ),
-            "transition_backward": partial(
-                walk,
-                transition.transition_backward_kernel,
-                (q, q_scale, k, prepared.k_scale, prepared.solve, prepared.r_scale, prepared.decay, grad_o)
-                + (grad_state, grad_solved, grad_states, grad_state_in),
+            "transition_backward": lambda tile: problem.transition_backward(
+                tile, whole, prepared, q, k, grad_o, grad_state, grad_solved, grad_states, grad_state_in
             ),
             "query_backward": partial(
                 per_chunk,

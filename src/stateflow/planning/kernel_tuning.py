@@ -37,9 +37,7 @@ _WALK_BACK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3, 4))
 
 CUTS = ((0.5,), (0.33, 0.66), (0.25, 0.6))
 # Without anything beside it, a cut only costs.
-BACKWARDS = tuple(
-    dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,), (0.33,), (0.33, 0.66))
-)
+BACKWARDS = tuple(dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,), (0.33,), (0.33, 0.66)))
 BESIDE = 3  # so many of the fastest tiles of a walk are also tried beside other kernels
 
 
@@ -153,9 +151,7 @@ class Search:
 
     def _whole(self, serial: Plan, fastest: Mapping[str, Sequence[Tile]]) -> Plan:
         """Forward and backward by themselves: each with what runs beside what, and the tiles of its walk for that."""
-        forward = [
-            dict(cuts=cuts, transition=tile) for cuts in CUTS for tile in fastest["transition"][:BESIDE]
-        ]
+        forward = [dict(cuts=cuts, transition=tile) for cuts in CUTS for tile in fastest["transition"][:BESIDE]]
         plan = self._options("forward", serial, forward, self.bench.time_forward)
         # ST of the backward's replay has the forward's tile.
         backward = [
@@ -165,9 +161,7 @@ class Search:
         ]
         return self._options("backward", plan, backward, self.bench.time_backward)
 
-    def _options(
-        self, name: str, serial: Plan, options: Sequence[dict], time_plan: Callable[[Plan], Timing]
-    ) -> Plan:
+    def _options(self, name: str, serial: Plan, options: Sequence[dict], time_plan: Callable[[Plan], Timing]) -> Plan:
         best, best_time = serial, time_plan(serial)
         serial_time = best_time
         for option in options:
@@ -180,8 +174,12 @@ class Search:
             timing = time_plan(plan)
             if timing.median < best_time.median and timing.beats(serial_time):
                 best, best_time = plan, timing
-        what = "nothing overlaps" if best is serial else f"cuts {best.cuts}" if name == "forward" else (
-            f"cuts {best.backward_cuts}, overlap {best.overlap_backward}"
+        what = (
+            "nothing overlaps"
+            if best is serial
+            else f"cuts {best.cuts}"
+            if name == "forward"
+            else (f"cuts {best.backward_cuts}, overlap {best.overlap_backward}")
         )
         self.say(f"  {name}: serial {serial_time.median:.3f} ms, best {best_time.median:.3f} ms ({what})")
         return best
