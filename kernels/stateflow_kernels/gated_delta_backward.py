@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .decays import document_starts, inverse_norm, pair_decay, pair_decay_transposed, start_decay
-from .primitives import dot, rounded
+from .primitives import diagonal, dot, rounded, row_dots, scaled_rows
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
 
@@ -164,12 +164,12 @@ def query_backward_kernel(
     scores = dot(q, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     log_pair = grad_pair * scores * (scale * q_norm)[:, None] * k_norm[None, :]
     # <dQ_t, q_t> of the normalised query: the gradient of what decays its output.
-    grad_gate = tl.sum(grad_q * q.to(tl.float32), axis=1) * (scale * from_start * q_norm) + tl.sum(log_pair, axis=1)
-    tl.store(grad_gate_ptr + chunk * C + ts, grad_gate - tl.sum(log_pair, axis=0))
     grad_q = grad_q * (scale * from_start)[:, None]
+    grad_gate = row_dots(grad_q, q, C, DTYPE, PRECISION) * q_norm + tl.sum(log_pair, axis=1)
+    tl.store(grad_gate_ptr + chunk * C + ts, grad_gate - tl.sum(log_pair, axis=0))
     grad_q = dot(grad_pair * (scale * k_norm)[None, :], k, grad_q, DTYPE, PRECISION)
     if NORMALIZE:
-        grad_q = (grad_q - q.to(tl.float32) * (grad_gate * q_norm)[:, None]) * q_norm[:, None]
+        grad_q = scaled_rows(-grad_gate * q_norm, q, grad_q, C, DTYPE, PRECISION) * q_norm[:, None]
     grad_base = (token * H + head % H) * K
     grad_offset = ts[:, None] * (H * K) + ks[None, :]
     tl.store(grad_q_ptr + grad_base + grad_offset, rounded(grad_q, grad_q_ptr.dtype.element_ty), mask=key_mask)
@@ -187,6 +187,7 @@ def solve_backward_kernel(
     states_ptr,
     grad_solved_ptr,
     grad_gate_ptr,
+    grad_system_ptr,
     grad_k_ptr,
     grad_v_ptr,
     grad_beta_ptr,
@@ -234,12 +235,9 @@ def solve_backward_kernel(
     gate_base = token * H + head % H
     beta = tl.load(beta_ptr + gate_base + ts * H, mask=in_chunk, other=0.0).to(tl.float32)
 
-    # What comes through a. Rows are the later tokens t, in `columns` the earlier ones s: an accumulator cannot be
-    # transposed (see `primitives`).
     rows = tl.zeros([C, C], tl.float32)
-    columns = tl.zeros([C, C], tl.float32)
     grad_k = tl.zeros([C, BK], tl.float32)
-    grad_beta = tl.zeros([C], tl.float32)
+    values = tl.zeros([C, C], tl.float32)
     for v_block in tl.range(0, V, BV, num_stages=STAGES):
         vs = (v_block + tl.arange(0, BV))[None, :]
         v_mask = vs < V
@@ -248,13 +246,16 @@ def solve_backward_kernel(
         state = tl.load(states_ptr + state_base + (ks[:, None] * V + vs), mask=(ks[:, None] < K) & v_mask, other=0.0)
         v = tl.load(v_ptr + value_base + value_offset + vs, mask=in_chunk[:, None] & v_mask, other=0.0)
         rows = dot(grad_solved, tl.trans(v_new), rows, DTYPE, PRECISION)
-        columns = dot(v_new, tl.trans(grad_solved), columns, DTYPE, PRECISION)
         grad_k = dot(grad_solved, tl.trans(state), grad_k, DTYPE, PRECISION)
-        grad_solved = grad_solved.to(tl.float32)
-        grad_beta += tl.sum(grad_solved * v.to(tl.float32), axis=1)
+        values = dot(grad_solved, tl.trans(v), values, DTYPE, PRECISION)
+    # Not above: see the rule on tiles of products in `primitives`.
+    for v_block in tl.range(0, V, BV, num_stages=STAGES):
+        vs = (v_block + tl.arange(0, BV))[None, :]
+        v_mask = vs < V
+        grad_solved = tl.load(grad_solved_ptr + tile_base + tile_offset + vs, mask=v_mask, other=0.0)
         tl.store(
             grad_v_ptr + value_base + value_offset + vs,
-            rounded(grad_solved * beta[:, None], DTYPE),
+            rounded(grad_solved.to(tl.float32) * beta[:, None], DTYPE),
             mask=in_chunk[:, None] & v_mask,
         )
 
@@ -263,20 +264,22 @@ def solve_backward_kernel(
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     from_start = start_decay(gate_sum, start)
     k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    # dA = -a Vn^T below the diagonal; b dA D k and its transpose are what A gives to dK.
+    # X = -(a Vn^T) . D below the diagonal; b X k and its transpose are what A gives to dK.
     products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     products = products * k_norm[:, None] * k_norm[None, :]
-    read_dots = tl.sum(grad_k * k.to(tl.float32), axis=1) * (from_start * k_norm)
-    grad_k = grad_k * (-beta * from_start)[:, None]
+    read_dots = row_dots(grad_k, k, C, DTYPE, PRECISION) * (from_start * k_norm)
     rows = tl.where(ts[:, None] > ts[None, :], -rows * pair_decay(gate_sum, start, C), 0.0)
-    grad_beta += tl.sum(rows * products, axis=1) - read_dots
-    tl.store(grad_beta_ptr + gate_base + ts * H, grad_beta, mask=in_chunk)
-    grad_gate = beta * (tl.sum(rows * products, axis=1) - read_dots)
-    grad_k = dot(rows * beta[:, None] * k_norm[None, :], k, grad_k, DTYPE, PRECISION)
-    columns = tl.where(ts[None, :] > ts[:, None], -columns * pair_decay_transposed(gate_sum, start, C), 0.0)
-    columns = columns * beta[None, :]
-    grad_gate -= tl.sum(columns * products, axis=1)
-    grad_k = dot(columns * k_norm[None, :], k, grad_k, DTYPE, PRECISION)
+    products = products * rows
+    system_dots = tl.sum(products, axis=1)
+    tl.store(grad_beta_ptr + gate_base + ts * H, diagonal(values, C) + system_dots - read_dots, mask=in_chunk)
+    grad_gate = beta * (system_dots - read_dots) - tl.sum(products * beta[:, None], axis=0)
+    rows *= beta[:, None]
+    # Its transpose is `key_backward_kernel`'s: an accumulator cannot be transposed (see `primitives`).
+    tl.store(
+        grad_system_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]), rounded(rows * k_norm[:, None], DTYPE)
+    )
+    grad_k = grad_k * (-beta * from_start)[:, None]
+    grad_k = dot(rows * k_norm[None, :], k, grad_k, DTYPE, PRECISION)
     grad_base = (token * H + head % H) * K
     grad_offset = ts[:, None] * (H * K) + ks[None, :]
     tl.store(grad_k_ptr + grad_base + grad_offset, rounded(grad_k, grad_k_ptr.dtype.element_ty), mask=key_mask)
@@ -297,6 +300,7 @@ def key_backward_kernel(
     states_ptr,
     grad_states_ptr,
     grad_gate_ptr,
+    grad_system_ptr,
     grad_k_ptr,
     grad_g_ptr,
     scale,
@@ -341,7 +345,7 @@ def key_backward_kernel(
     # What comes through P and E. Rows are the keys' tokens, columns those of the queries.
     grad_scores = tl.zeros([C, C], tl.float32)
     from_end = tl.zeros([C, BK], tl.float32)
-    grad_decay = tl.zeros([BK], tl.float32)
+    by_columns = tl.zeros([BV, BV], tl.float32)  # S^T E; its trace is <S, E>
     for v_block in tl.range(0, V, BV, num_stages=STAGES):
         vs = (v_block + tl.arange(0, BV))[None, :]
         v_mask = vs < V
@@ -352,7 +356,7 @@ def key_backward_kernel(
         state = tl.load(states_ptr + state_base + (ks[:, None] * V + vs), mask=state_mask, other=0.0)
         grad_scores = dot(v_new, tl.trans(grad_o), grad_scores, DTYPE, PRECISION)
         from_end = dot(v_new, tl.trans(grad_state), from_end, DTYPE, PRECISION)
-        grad_decay += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), axis=1)
+        by_columns = dot(tl.trans(state), grad_state, by_columns, DTYPE, PRECISION)
 
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
@@ -362,19 +366,22 @@ def key_backward_kernel(
     pairs = pair_decay_transposed(gate_sum, start, C)
     to_end = tl.sum(tl.where(ts[None, :] == C - 1, pairs, 0.0), axis=1)
     from_end = from_end * to_end[:, None]
-    k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0).to(tl.float32) * k_norm[:, None]
-    end_dots = tl.sum(from_end * k, axis=1)
+    k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
+    end_dots = row_dots(from_end, k, C, DTYPE, PRECISION) * k_norm
     q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
     grad_base = (token * H + head % H) * K
     grad_offset = ts[:, None] * (H * K) + ks[None, :]
     grad_k = tl.load(grad_k_ptr + grad_base + grad_offset, mask=key_mask, other=0.0).to(tl.float32) + from_end
     grad_k = dot(grad_scores * pairs * (scale * q_norm)[None, :], q, grad_k, DTYPE, PRECISION)
+    system = tl.load(grad_system_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]))
+    grad_k = dot(tl.trans(system), k, grad_k, DTYPE, PRECISION)
     if NORMALIZE:
-        grad_k = (grad_k - k * tl.sum(grad_k * k, axis=1)[:, None]) * k_norm[:, None]
+        along = row_dots(grad_k, k, C, DTYPE, PRECISION) * k_norm
+        grad_k = scaled_rows(-along * k_norm, k, grad_k, C, DTYPE, PRECISION) * k_norm[:, None]
     tl.store(grad_k_ptr + grad_base + grad_offset, rounded(grad_k, grad_k_ptr.dtype.element_ty), mask=key_mask)
 
     whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
-    grad_end = tl.sum(end_dots, axis=0) + whole * tl.sum(grad_decay, axis=0)
+    grad_end = tl.sum(end_dots, axis=0) + whole * tl.sum(diagonal(by_columns, BV), axis=0)
     grad_gate = tl.load(grad_gate_ptr + chunk * C + ts) - end_dots + tl.where(ts == C - 1, grad_end, 0.0)
     # Each gate is in the sums of its document's later tokens.
     summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])

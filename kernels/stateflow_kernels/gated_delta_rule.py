@@ -348,6 +348,7 @@ def backward(
     # P^T dO, and then a.
     grad_solved, grad_states = problem.tiles(problem.v_dim), problem.states()
     q_norm, grad_gate, unused = problem.tokens(), problem.tokens(), torch.empty_like(state)
+    grad_system = problem.tiles(CHUNK)
     grad_v, grad_state_in = torch.empty_like(v), torch.empty_like(state)
     grad_g, grad_beta = (torch.empty(g.shape, dtype=torch.float32, device=g.device) for _ in range(2))
     shared = problem.num_heads > problem.num_key_heads
@@ -389,7 +390,7 @@ def backward(
             plan.solve_backward,
             chunks,
             *(k, v, beta, doc_start, prepared.gate_sum, prepared.k_norm, v_new, states, grad_solved),
-            *(grad_gate, grad_k, grad_v, grad_beta),
+            *(grad_gate, grad_system, grad_k, grad_v, grad_beta),
         )
 
     def key_backward(chunks: range) -> None:
@@ -398,7 +399,7 @@ def backward(
             plan.key_backward,
             chunks,
             *(q, k, doc_start, grad_o, prepared.gate_sum, q_norm, prepared.k_norm, v_new, states, grad_states),
-            *(grad_gate, grad_k, grad_g, problem.scale),
+            *(grad_gate, grad_system, grad_k, grad_g, problem.scale),
         )
 
     def replay() -> None:

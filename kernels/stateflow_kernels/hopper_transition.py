@@ -9,8 +9,8 @@ shared memory is at once the operand of the next product and what is written to 
 Formulas, operands, roundings and the order of products are `transition`'s: the results have the same bits. For B = 1, a
 solve, a scalar decay, 16-bit inputs, K 64, 128 or 256 and V a multiple of BV.
 
-`factors` [5 H N, C] float32: for each chunk b, kappa and r of its tokens, Lam C times, and rho. ST fetches the first four
-rows as one tile, STB the last four.
+`factors` [5 H N, C] float32: for each chunk b, kappa and r of its tokens, Lam C times, and rho. ST fetches the first
+four rows as one tile, STB the last four.
 """
 
 from triton.experimental import gluon

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stateflow_kernels import gated_delta, gated_delta_backward
-from stateflow_kernels.gated_delta_rule import Plan, Tile, _Prepared, _Problem
+from stateflow_kernels.gated_delta_rule import CHUNK, Plan, Tile, _Prepared, _Problem
 from stateflow_kernels.plan_table import Shape
 
 EPS = 1e-6
@@ -60,6 +60,7 @@ class Launches:
         v_new, states = problem.tiles(shape.v_dim), problem.states()
         grad_solved, grad_states = problem.tiles(shape.v_dim), problem.states()
         q_norm, grad_gate = problem.tokens(), problem.tokens()
+        grad_system = problem.tiles(CHUNK)
         state_out, grad_state_in = torch.empty_like(state), torch.empty_like(state)
         o, grad_v, grad_g, grad_beta = (torch.empty_like(x) for x in (v, v, g, beta))
         shared = shape.num_heads > shape.num_key_heads
@@ -95,13 +96,14 @@ class Launches:
             "solve_backward": partial(
                 per_chunk,
                 gated_delta_backward.solve_backward_kernel,
-                (k, v, beta, docs, *factors, v_new, states, grad_solved, grad_gate, grad_k, grad_v, grad_beta),
+                (k, v, beta, docs, *factors, v_new, states, grad_solved, grad_gate, grad_system)
+                + (grad_k, grad_v, grad_beta),
             ),
             "key_backward": partial(
                 per_chunk,
                 gated_delta_backward.key_backward_kernel,
                 (q, k, docs, grad_o, prepared.gate_sum, q_norm, prepared.k_norm, v_new, states, grad_states)
-                + (grad_gate, grad_k, grad_g, problem.scale),
+                + (grad_gate, grad_system, grad_k, grad_g, problem.scale),
             ),
         }
         self.results = dict(o=o, state=state_out, dq=grad_q, dk=grad_k, dv=grad_v, dg=grad_g, dbeta=grad_beta)

@@ -30,10 +30,12 @@ WALKS = ("transition", "transition_backward")
 # No loop without a load pipeline, see `default_plan`.
 _PARALLEL = ((64, 4, 2), (128, 4, 2), (32, 4, 2), (64, 8, 2), (128, 8, 2), (64, 4, 3))
 # These sum over the blocks of V: one width for all lengths, or a cut sequence would not have the bits of a whole one.
-_SUMMING = ((64, 4, 2), (128, 4, 2), (32, 4, 2), (64, 4, 3))
+_SUMMING = ((64, 4, 2), (32, 4, 2), (32, 4, 3), (64, 4, 3), (32, 4, 4))
 _SUMS = ("query_backward", "solve_backward", "key_backward")
-_WALK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3, 4, 6)) + ((32, 8, 3), (64, 8, 3))
-_WALK_BACK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3, 4)) + ((32, 8, 2), (64, 8, 2))
+_WALK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3, 4, 6))
+_WALK += tuple((v, 4, stages, True) for v, stages in ((32, 4), (16, 4), (32, 6), (16, 6), (64, 2), (32, 2)))
+_WALK_BACK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3, 4))
+_WALK_BACK += tuple((v, 4, stages, True) for v, stages in ((32, 3), (32, 2), (16, 4), (16, 2), (64, 2)))
 
 CUTS = ((0.5,), (0.33, 0.66), (0.25, 0.6))
 # Without anything beside it, a cut only costs.
