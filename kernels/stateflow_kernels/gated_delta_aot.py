@@ -1,6 +1,6 @@
 """The gated delta rule's kernels as cases for `aot`, in bfloat16 for heads of 128 x 128.
 
-ST and STB at three tiles and the depth of the default plan, the others as the default plan has them.
+ST and STB at two tiles and the depth of the default plan, the others as the default plan has them.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import gated_delta, gated_delta_backward, transition
+from . import gated_delta, gated_delta_backward, hopper, transition
 from .aot import AotCase
 from .gated_delta_rule import CHUNK, FACTORS, Tile, default_plan
 
@@ -60,6 +60,36 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
     return AotCase(name, kernel, pointers | numbers | lengths, constexprs, tile.num_warps, tile.num_stages)
 
 
+def _specialized_case(name: str, kernel, block_v: int, num_stages: int, k_dim: int, v_dim: int) -> AotCase:
+    values = dict(H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BV=block_v, STAGES=num_stages)
+    rows = dict.fromkeys(("k_desc", "q_desc"), k_dim) | {"solve_desc": CHUNK}
+    signature = {}
+    for argument in (n for n in kernel.arg_names if n not in values):
+        if argument == "factors_desc":
+            signature[argument] = f"tensordesc<fp32[4,{CHUNK}],{hopper.layout(4, CHUNK, torch.float32)!r}>"
+        elif argument.endswith("_desc"):
+            shape = (k_dim if "states" in argument else CHUNK, rows.get(argument, block_v))
+            layout = hopper.layout(*shape, torch.bfloat16)
+            signature[argument] = f"tensordesc<bf16[{shape[0]},{shape[1]}],{layout!r}>"
+        else:
+            signature[argument] = "*fp32" if argument.endswith("_ptr") else "i32"
+    return AotCase(name, kernel, signature, values, 4, num_stages, archs=(90,))
+
+
+def _specialized_cases() -> list[AotCase]:
+    """Of ST and STB for Hopper, where Triton is one that they are written for."""
+    if not hopper.known_triton():
+        return []
+    from . import hopper_transition
+
+    kernels = (hopper_transition.transition_kernel, hopper_transition.transition_backward_kernel)
+    return [
+        _specialized_case(f"{kernel.__name__}, specialised, BV {block_v}", kernel, block_v, stages, 128, 128)
+        for kernel, stages in zip(kernels, (4, 3), strict=True)
+        for block_v in (16, 32)
+    ]
+
+
 def aot_cases() -> list[AotCase]:
     plan = default_plan(128, 128, torch.bfloat16)
     walks = {
@@ -69,7 +99,7 @@ def aot_cases() -> list[AotCase]:
     cases = [
         _case(f"{name}, BV {block_v}", kernel, dataclasses.replace(getattr(plan, name), block_v=block_v), 128, 128)
         for name, kernel in walks.items()
-        for block_v in (16, 32, 64)
+        for block_v in (16, 32)
     ]
     parallel = {
         "pre": gated_delta.pre_kernel,
@@ -79,4 +109,5 @@ def aot_cases() -> list[AotCase]:
         "solve_backward": gated_delta_backward.solve_backward_kernel,
         "key_backward": gated_delta_backward.key_backward_kernel,
     }
+    cases += _specialized_cases()
     return cases + [_case(name, kernel, getattr(plan, name), 128, 128) for name, kernel in parallel.items()]

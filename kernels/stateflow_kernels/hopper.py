@@ -18,8 +18,10 @@ from .primitives import INTERPRETED
 if TYPE_CHECKING:
     from .gated_delta_rule import Tile, _Problem
 
-TRITONS = ("3.6",)
+TRITONS = ("3.6", "3.7")  # 3.7 compiled only
 BLOCKS_V = (16, 32, 64)
+CHUNK = 64
+K_DIMS = (64, 128, 256)
 
 
 def available(device: torch.device) -> bool:
@@ -27,10 +29,27 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda" and not INTERPRETED and _available(device)
 
 
+def known_triton() -> bool:
+    return any(triton.__version__.startswith(f"{version}.") for version in TRITONS)
+
+
 @functools.cache
 def _available(device: torch.device) -> bool:
-    known = any(triton.__version__.startswith(f"{version}.") for version in TRITONS)
-    return known and torch.cuda.get_device_capability(device) == (9, 0)
+    return known_triton() and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def shared_bytes(backward: bool, k_dim: int, block_v: int, num_stages: int) -> int:
+    """What a program takes, up to the barriers: slots for loads, tiles for results, operands on their way."""
+    keys, rows = (2, 2) if backward else (1, 1)
+    stage = 2 * CHUNK * (keys * k_dim + CHUNK + rows * block_v) + 4 * 4 * CHUNK
+    results = 2 * (k_dim + CHUNK) * block_v * (3 if num_stages % 2 else 2)
+    return num_stages * stage + results + 2 * CHUNK * block_v * (3 if backward else 2)
+
+
+def default_stages(backward: bool, k_dim: int, block_v: int, shared_memory: int) -> int | None:
+    """As many as fit, up to four; None: not even two do."""
+    fitting = [n for n in (4, 3, 2) if shared_bytes(backward, k_dim, block_v, n) + 1024 <= shared_memory]
+    return fitting[0] if fitting else None
 
 
 def runs(problem: _Problem, tile: Tile) -> bool:
@@ -39,7 +58,7 @@ def runs(problem: _Problem, tile: Tile) -> bool:
         tile.specialized
         and problem.batch == 1
         and problem.dtype != torch.float32
-        and problem.k_dim in (64, 128, 256)
+        and problem.k_dim in K_DIMS
         and tile.block_v in BLOCKS_V
         and problem.v_dim % tile.block_v == 0
         and available(problem.device)
@@ -47,7 +66,8 @@ def runs(problem: _Problem, tile: Tile) -> bool:
 
 
 @functools.cache
-def _layout(rows: int, columns: int, dtype: torch.dtype):
+def layout(rows: int, columns: int, dtype: torch.dtype):
+    """Of a tile in shared memory, as the copy engine writes it and products read it."""
     from triton.experimental.gluon import language as gl
 
     if dtype == torch.float32:
@@ -59,7 +79,7 @@ def _tiles(x: Tensor, rows: int, columns: int):
     """For the copy engine: x, of two dimensions, in tiles of this size."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(x, x.shape, x.stride(), [rows, columns], _layout(rows, columns, x.dtype))
+    return TensorDescriptor(x, x.shape, x.stride(), [rows, columns], layout(rows, columns, x.dtype))
 
 
 def _launch(kernel, problem: _Problem, tile: Tile, chunks: range, *args) -> None:

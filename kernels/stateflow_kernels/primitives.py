@@ -9,7 +9,7 @@ Rules for every kernel of this package:
   transposed loads, or the accumulator becomes the right operand.
 - A loop's products that only add to accumulators stay in flight until the next round's. A tile that such a product
   reads must not be used in another way in the loop: Triton 3.6.0 then gives it a single buffer and overwrites it under
-  the product. `aot` finds such loops; with one stage all are.
+  the product. `aot` finds such loops.
 - Lengths (tokens, chunk numbers) are never specialised on: another length of a chunk must not compile anything.
 - Offsets that grow with the sequence are 64 bits wide, grids have one dimension.
 """

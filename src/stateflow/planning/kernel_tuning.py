@@ -32,10 +32,10 @@ _PARALLEL = ((64, 4, 2), (128, 4, 2), (32, 4, 2), (64, 8, 2), (128, 8, 2), (64, 
 # These sum over the blocks of V: one width for all lengths, or a cut sequence would not have the bits of a whole one.
 _SUMMING = ((64, 4, 2), (32, 4, 2), (32, 4, 3), (64, 4, 3), (32, 4, 4))
 _SUMS = ("query_backward", "solve_backward", "key_backward")
-_WALK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3, 4, 6))
-_WALK += tuple((v, 4, stages, True) for v, stages in ((32, 4), (16, 4), (32, 6), (16, 6), (64, 2), (32, 2)))
-_WALK_BACK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3, 4))
-_WALK_BACK += tuple((v, 4, stages, True) for v, stages in ((32, 3), (32, 2), (16, 4), (16, 2), (64, 2)))
+_WALK = ((16, 4, 3), (16, 4, 4), (32, 4, 2), (32, 4, 3), (32, 4, 4), (64, 4, 3))
+_WALK += tuple((v, 4, stages, True) for v, stages in ((32, 4), (16, 4), (16, 6), (32, 2)))
+_WALK_BACK = ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2))
+_WALK_BACK += tuple((v, 4, stages, True) for v, stages in ((32, 3), (32, 2), (16, 4), (16, 2)))
 
 CUTS = ((0.5,), (0.33, 0.66), (0.25, 0.6))
 # Without anything beside it, a cut only costs.
@@ -215,7 +215,7 @@ def _sum(timings: Sequence[Timing]) -> str:
 
 
 def _short(tile: Tile) -> str:
-    return f"{tile.block_v}/{tile.num_warps}/{tile.num_stages}"
+    return f"{tile.block_v}/{tile.num_warps}/{tile.num_stages}" + ("/specialised" if tile.specialized else "")
 
 
 def groups_of(shapes: Sequence[Shape]) -> list[list[Shape]]:
