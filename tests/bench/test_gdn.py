@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stateflow.bench import gdn, processes
+from stateflow.bench import processes
 from stateflow.bench.contestants import OURS, Absent, Contestant
 from stateflow.bench.gdn_contestants import DEFAULT, SERIAL, SERIAL_64, SUBJECT
 from stateflow.bench.gdn_report import render
@@ -138,7 +138,7 @@ def options(*args: str):
 
 
 def test_shapes(monkeypatch):
-    shapes = gdn.shapes_of([20, 10], [8192, 65536], [(128, 128), (96, 192)], "bfloat16", (12, 16384))
+    shapes = processes.shapes_of(SUBJECT, [20, 10], [8192, 65536], [(128, 128), (96, 192)], "bfloat16", (12, 16384))
     assert len(shapes) == 9 and shapes[-1].num_heads == 12 and shapes[-1].k_dim == 128
     assert options().untuned == (12, 16384) and options("--untuned", "none").untuned is None
     assert options("--peers").peers == [] and options("--dims", "64x32").dims == [(64, 32)]

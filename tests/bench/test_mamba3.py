@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stateflow.bench import mamba3 as command
 from stateflow.bench import official_mamba3, processes, worker
 from stateflow.bench.contestants import OURS, Absent, Contestant, Region, with_choice
 from stateflow.bench.mamba3_contestants import OFFICIAL, SUBJECT, WHOLE, prepare
@@ -214,7 +213,7 @@ def options(*args: str):
 
 
 def test_shapes_of_the_command(monkeypatch):
-    shapes = command.shapes_of([80, 24], [8192, 65536], [(128, 64)], "bfloat16", (48, 16384))
+    shapes = processes.shapes_of(SUBJECT, [80, 24], [8192, 65536], [(128, 64)], "bfloat16", (48, 16384))
     assert [(s.num_heads, s.tokens) for s in shapes] == [
         (80, 8192), (80, 65536), (24, 8192), (24, 65536), (48, 16384)
     ]  # fmt: skip

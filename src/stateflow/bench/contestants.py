@@ -119,6 +119,10 @@ class Subject:
         """Between two results, each of which may differ from float64 by that much."""
         return {name: 2 * bound for name, bound in self.parity.items()}
 
+    def shape(self, heads: int, tokens: int, k_dim: int, v_dim: int, dtype: str) -> Shape:
+        """Raises ValueError: sizes that the operation does not take."""
+        raise NotImplementedError
+
     def contestants(self, group: str, shape: Shape, device: torch.device) -> list[Contestant]:
         """Those of `OURS` or of a peer, for a shape. Raises Absent: not here, or does not take this shape."""
         raise NotImplementedError

@@ -33,6 +33,12 @@ class GatedDeltaRule(Subject):
     by_token = frozenset(NAMES) - {"state", "dstate"}
     parity_tokens = 1000
 
+    def shape(self, heads, tokens, k_dim, v_dim, dtype):
+        from stateflow.planning.kernel_shapes import explicit_shapes
+
+        explicit_shapes([heads], [tokens], k_dim, v_dim, dtype)  # raises
+        return Shape("gated_delta_rule", heads, heads, k_dim, v_dim, dtype, 1, tokens)
+
     def contestants(self, group, shape, device):
         return {OURS: _ours, "fla": _fla, "flashqla": _flashqla}[group](shape, device)
 

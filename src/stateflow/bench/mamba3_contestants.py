@@ -52,6 +52,14 @@ class Mamba3(Subject):
     by_token = frozenset(("y", *(f"d{name}" for name in BY_TOKEN)))
     parity_tokens = 1008  # a multiple of 16, as long sequences are, but not of 64: for others the same compiled kernels
 
+    def shape(self, heads, tokens, k_dim, v_dim, dtype):
+        """N x P, of which N / 4 angles turn half of N, as in the official module."""
+        if min(heads, tokens, k_dim, v_dim) < 1:
+            raise ValueError(f"{heads} heads of {k_dim} x {v_dim} with {tokens} tokens: no number may be below 1")
+        if k_dim % 8:
+            raise ValueError(f"N = {k_dim}: must be a multiple of 8, so that N / 4 angles are an even number")
+        return Shape("mamba3", heads, heads, k_dim, v_dim, dtype, 1, tokens)
+
     def contestants(self, group, shape, device):
         return {OURS: _ours, OFFICIAL: _official}[group](shape, device)
 

@@ -27,31 +27,30 @@ LEAST_RUNS = 10
 Render = Callable[[Sequence[dict]], str]
 
 
-def cases_of(
+def shapes_of(
+    subject: Subject,
     heads: Sequence[int],
     tokens: Sequence[int],
     dims: Sequence[tuple[int, int]],
-    untuned: tuple[int, int] | None,
-) -> list[tuple[int, int, int, int]]:
-    """(heads, tokens, K, V), all combinations without repetition; `untuned` (heads, tokens) last, at the first dims."""
+    dtype: str,
+    untuned: tuple[int, int] | None = None,
+) -> list[Shape]:
+    """All combinations, one count of heads after the other; `untuned` (heads, tokens) last, at the first dims.
+
+    Raises:
+        ValueError: sizes that the operation does not take.
+    """
     cases = [(h, n, *kv) for h in heads for kv in dims for n in tokens]
     if untuned is not None:
         cases.append((*untuned, *dims[0]))
-    return list(dict.fromkeys(cases))
+    return [subject.shape(*case, dtype) for case in dict.fromkeys(cases)]
 
 
-def run(
-    options,
-    subject: Subject,
-    shapes_of: Callable[..., list[Shape]],
-    render: Render,
-    tune: Callable[[Path], None] | None = None,
-) -> int:
+def run(options, subject: Subject, render: Render, tune: Callable[[Path], None] | None = None) -> int:
     """The command.
 
     Args:
         options: as `arguments` has them.
-        shapes_of: of heads, tokens, dims and dtype, all combinations; and of `untuned` (heads, tokens), the last.
         render: the report from the rows.
         tune: what to do with the folder of the processes once those of the peers have started.
 
@@ -68,8 +67,9 @@ def run(
         return 0
     if options.runs < LEAST_RUNS:
         raise ValueError(f"--runs {options.runs}: a median needs {LEAST_RUNS} or more")
-    shapes = shapes_of(options.heads, options.tokens, options.dims, options.dtype, options.untuned)
+    shapes = shapes_of(subject, options.heads, options.tokens, options.dims, options.dtype, options.untuned)
     peer_shapes = shapes_of(
+        subject,
         options.peer_heads or options.heads,
         options.peer_tokens or options.tokens,
         options.peer_dims or options.dims,
