@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from stateflow.bench import processes
-from stateflow.bench.contestants import OURS, Absent, Contestant
-from stateflow.bench.gdn_contestants import DEFAULT, SERIAL, SERIAL_64, SUBJECT
+from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant
+from stateflow.bench.gdn_contestants import DEFAULT, SERIAL_64, SUBJECT
 from stateflow.bench.gdn_report import render
 from stateflow.bench.measure import Timing, read_rows
 from stateflow.bench.worker import Parity, Spec, done_path, sample_path

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stateflow.bench import official_mamba3, processes, worker
-from stateflow.bench.contestants import OURS, Absent, Contestant, Region, with_choice
+from stateflow.bench import mamba3_contestants, official_mamba3, processes, worker
+from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant, Region, serial, with_choice
 from stateflow.bench.mamba3_contestants import OFFICIAL, SUBJECT, WHOLE, prepare
 from stateflow.bench.mamba3_report import render
 from stateflow.bench.measure import Timing
@@ -168,6 +168,18 @@ def test_a_plan_table_is_told(monkeypatch):
     assert (chosen.plan, chosen.plan_source, chosen.tuned) == (plan, "default", False)
 
 
+def test_a_plan_that_overlaps_also_runs_without(monkeypatch):
+    plain = plans.default_plan(128, 64, torch.bfloat16)
+    monkeypatch.setattr(mamba3_contestants, "backend_for", lambda *_: "triton")
+    for plan, names in ((plain, [OURS]), (replace(plain, cuts=(0.5,), overlap_backward=True), [OURS, SERIAL])):
+        monkeypatch.setitem(plans.DEFAULTS, "mamba3", lambda *_, plan=plan: plan)
+        plans.reload()
+        found = SUBJECT.contestants(OURS, SHAPE, CPU)
+        assert [contestant.name for contestant in found] == names
+        assert serial(found[0]).plan == plain and found[0].plan == plan
+    plans.reload()
+
+
 def test_regions_that_overlap_are_rows(work, monkeypatch):
     milliseconds = dict(serial=10.0, overlapped=7.0, kernel=4.0)
     names = dict(zip("abc", milliseconds, strict=True))
@@ -246,6 +258,7 @@ def report_rows() -> list[dict]:
     return [
         {**common, **FIGURES, "contestant": OURS, "backend": "triton", "versions": {"mamba-ssm": "2.3"}},
         {**common, **slow, "contestant": OFFICIAL},
+        {**common, **FIGURES, **dict(forward=slow["backward"]), "contestant": SERIAL, "backend": "triton"},
         {**common, **FIGURES, "contestant": OURS, "backend": "chunk", "tokens": 8192},
         {**common, "contestant": WHOLE, "failed": "out of memory"},
     ]
@@ -256,6 +269,7 @@ def test_the_report(tmp_path, capsys):
     assert "| 80 | 32,768 | 128 x 64 | 1.000 / 2.000* | 1.000 / 5.000* | 0.50 |  |" in text
     assert "| 80 | 8,192 | 128 x 64 | 1.000 / 2.000* |  |  | the form in PyTorch: no kernels |" in text
     assert "| 80 | 32,768 | 128 x 64 | 1.5 | 89.4 | 0.02 |" in text
+    assert "| 80 | 32,768 | 128 x 64 | 1.000 / 2.000* | 5.000* / 2.000* | 2.33x |" in text
     assert "* official, whole, 80 heads of 128 x 64: out of memory (32,768 tokens)" in text
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in report_rows()))

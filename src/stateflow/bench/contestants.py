@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from stateflow.bench.measure import Turns
 from stateflow_kernels.plan_table import Shape, to_json
 
-OURS = "ours"
+OURS, SERIAL = "ours", "ours, serial"
 Tensors = Sequence[Tensor]
 
 
@@ -183,3 +183,11 @@ def with_choice(contestant: Contestant, shape: Shape, device: torch.device) -> C
     choice = plans.choice_for(shape, device)
     # A table has powers of two: other lengths have an entry, but not one that was measured for them.
     return replace(contestant, plan=choice.plan, plan_source=str(choice), tuned=choice.shape == shape)
+
+
+def serial(ours: Contestant) -> Contestant:
+    """With the same plan, but that nothing overlaps."""
+    off = dict(cuts=(), backward_cuts=(), overlap_backward=False)
+    present = {f.name for f in fields(ours.plan)}
+    plan = replace(ours.plan, **{name: value for name, value in off.items() if name in present})
+    return replace(ours, name=SERIAL, plan=plan, plan_source="the same plan, nothing overlaps")

@@ -11,13 +11,13 @@ from functools import partial
 
 import torch
 
-from stateflow.bench.contestants import OURS, Absent, Contestant, Subject, import_from, with_choice
+from stateflow.bench.contestants import OURS, Absent, Contestant, Subject, import_from, serial, with_choice
 from stateflow.planning.kernel_launches import EPS, Launches, random_inputs
 from stateflow.recurrence.self_check import BOUNDS_16_BITS, NAMES
 from stateflow_kernels.gated_delta_rule import Tile, default_plan
 from stateflow_kernels.plan_table import Shape, to_json
 
-SERIAL, DEFAULT, SERIAL_64 = "ours, serial", "ours, default plan", "ours, serial BV 64"
+DEFAULT, SERIAL_64 = "ours, default plan", "ours, serial BV 64"
 BLOCKS_V = (16, 32, 64)
 COMPILE_SECONDS = 150.0
 
@@ -108,20 +108,17 @@ def _ours(shape: Shape, device: torch.device) -> list[Contestant]:
         return gated_delta_rule(q, k, v, g, beta, state, backend="triton", use_qk_l2norm_in_kernel=True)
 
     ours = with_choice(Contestant(OURS, call), shape, device)
-    serial = replace(ours.plan, cuts=(), backward_cuts=(), overlap_backward=False)
     memory = plans.shared_memory_of(device) if device.type == "cuda" else 232_448
     default = default_plan(shape.k_dim, shape.v_dim, getattr(torch, shape.dtype), memory)
     walks = ("transition", "transition_backward")
     wide = {name: replace(getattr(default, name), block_v=64, num_stages=2) for name in walks}
 
-    def other(name: str, plan, source: str, tuned: bool | None = False) -> Contestant:
-        return replace(ours, name=name, plan=plan, plan_source=source, tuned=tuned)
-
+    wider = "the default with BV 64 in ST and STB"
     return [
         ours,
-        other(SERIAL, serial, "the same plan, nothing overlaps", ours.tuned),
-        other(DEFAULT, default, "default"),
-        other(SERIAL_64, replace(default, **wide), "the default with BV 64 in ST and STB"),
+        serial(ours),
+        replace(ours, name=DEFAULT, plan=default, plan_source="default", tuned=False),
+        replace(ours, name=SERIAL_64, plan=replace(default, **wide), plan_source=wider, tuned=False),
     ]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stateflow.bench import report
-from stateflow.bench.contestants import OURS
-from stateflow.bench.gdn_contestants import DEFAULT, SERIAL, SERIAL_64
+from stateflow.bench.contestants import OURS, SERIAL
+from stateflow.bench.gdn_contestants import DEFAULT, SERIAL_64
 from stateflow.bench.measure import markdown_table
 from stateflow.bench.report import Found, Key
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stateflow.bench import official_mamba3
-from stateflow.bench.contestants import OURS, Absent, Contestant, Subject, Tensors, import_from, with_choice
+from stateflow.bench.contestants import OURS, Absent, Contestant, Subject, Tensors, import_from, serial, with_choice
 from stateflow.recurrence import mamba3
 from stateflow.recurrence.mamba3 import Inputs
 from stateflow_kernels.plan_table import Shape
@@ -122,7 +122,7 @@ SUBJECT = Mamba3()
 
 def backend_for(shape: Shape, device: torch.device) -> str:
     """ "triton" where the kernels take such a call, else "chunk", the form in PyTorch."""
-    inputs, _ = SUBJECT.random_inputs(shape, 1, device)
+    inputs, _ = SUBJECT.random_inputs(shape, official_mamba3.SHORT, device)
     try:
         with torch.no_grad():
             mamba3(*inputs, backend="triton")
@@ -134,7 +134,11 @@ def backend_for(shape: Shape, device: torch.device) -> str:
 def _ours(shape: Shape, device: torch.device) -> list[Contestant]:
     backend = backend_for(shape, device)
     ours = Contestant(OURS, lambda *inputs: mamba3(*inputs, backend=backend), facts={"backend": backend})
-    return [with_choice(ours, shape, device) if backend == "triton" else ours]
+    if backend != "triton":
+        return [ours]
+    ours = with_choice(ours, shape, device)
+    overlaps = ours.plan is not None and serial(ours).plan != ours.plan
+    return [ours, serial(ours)] if overlaps else [ours]
 
 
 def _official(shape: Shape, device: torch.device) -> list[Contestant]:

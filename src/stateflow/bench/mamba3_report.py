@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stateflow.bench import report
-from stateflow.bench.contestants import OURS
+from stateflow.bench.contestants import OURS, SERIAL
 from stateflow.bench.mamba3_contestants import OFFICIAL, WHOLE
 from stateflow.bench.measure import markdown_table
 from stateflow.bench.report import Found, Key
@@ -22,6 +22,7 @@ def render(rows: Sequence[dict]) -> str:
         more = '"official" is its operation alone, which does less than ours; "official, whole" does what ours does.'
         parts += [
             report.against_peers(timed, TITLES, DIMS, _note, more),
+            _overlap(timed),
             report.memory(timed, TITLES, DIMS),
             _saved(timed),
             report.accuracy(timed, TITLES),
@@ -35,6 +36,23 @@ def _note(ours: dict) -> str:
     if not ours.get("tuned", True):
         notes.append("not tuned")
     return ", ".join(notes)
+
+
+def _overlap(timed: Mapping[Key, Found]) -> str:
+    lines = [
+        [
+            *report.shape_cells(key),
+            report.times(found.get(OURS)),
+            report.times(found[SERIAL]),
+            f"{gain}x" if gain else "",
+        ]
+        for key, found in timed.items()
+        if SERIAL in found and (gain := report.ratio(found[SERIAL], found.get(OURS))) is not None
+    ]
+    if not lines:
+        return ""
+    columns = ["heads", "tokens", DIMS, OURS, SERIAL, "gain of overlap"]
+    return f"Ours with nothing that overlaps, forward / backward in ms.\n\n{markdown_table(columns, lines)}"
 
 
 def _saved(timed: Mapping[Key, Found]) -> str:
