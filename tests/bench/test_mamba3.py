@@ -21,6 +21,7 @@ from stateflow.cli import build_parser, main
 from stateflow.recurrence import mamba3
 from stateflow.recurrence.mamba3 import Inputs
 from stateflow_kernels import plans
+from stateflow_kernels.gated_delta_rule import default_plan
 from stateflow_kernels.plan_table import Shape
 from tests.bench.bench_testing import CPU, FIGURES, rows_of_worker, without_a_device
 from tests.recurrence.op_testing import assert_close
@@ -161,7 +162,7 @@ def test_only_the_operation_itself_is_timed(install):
 
 
 def test_a_plan_table_is_told(monkeypatch):
-    plan = plans.default_plan(128, 64, torch.bfloat16)
+    plan = default_plan(128, 64, torch.bfloat16)
     assert with_choice(Contestant(OURS, mamba3), SHAPE, CPU).plan is None, "no kernels, no plans"
     monkeypatch.setitem(plans.DEFAULTS, "mamba3", lambda *args: plan)
     chosen = with_choice(Contestant(OURS, mamba3), SHAPE, CPU)
@@ -169,7 +170,7 @@ def test_a_plan_table_is_told(monkeypatch):
 
 
 def test_a_plan_that_overlaps_also_runs_without(monkeypatch):
-    plain = plans.default_plan(128, 64, torch.bfloat16)
+    plain = default_plan(128, 64, torch.bfloat16)
     monkeypatch.setattr(mamba3_contestants, "backend_for", lambda *_: "triton")
     for plan, names in ((plain, [OURS]), (replace(plain, cuts=(0.5,), overlap_backward=True), [OURS, SERIAL])):
         monkeypatch.setitem(plans.DEFAULTS, "mamba3", lambda *_, plan=plan: plan)

@@ -39,16 +39,11 @@ def _note(ours: dict) -> str:
 
 
 def _overlap(timed: Mapping[Key, Found]) -> str:
-    lines = [
-        [
-            *report.shape_cells(key),
-            report.times(found.get(OURS)),
-            report.times(found[SERIAL]),
-            f"{gain}x" if gain else "",
-        ]
-        for key, found in timed.items()
-        if SERIAL in found and (gain := report.ratio(found[SERIAL], found.get(OURS))) is not None
-    ]
+    lines = []
+    for key, found in timed.items():
+        if {OURS, SERIAL} <= found.keys():
+            both = [report.times(found[name]) for name in (OURS, SERIAL)]
+            lines.append([*report.shape_cells(key), *both, f"{report.ratio(found[SERIAL], found[OURS])}x"])
     if not lines:
         return ""
     columns = ["heads", "tokens", DIMS, OURS, SERIAL, "gain of overlap"]
