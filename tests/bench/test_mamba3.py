@@ -1,6 +1,8 @@
 """`stateflow bench mamba3` without a GPU: the official operation's place taken by one of the same arguments."""
 
 import json
+import os
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -22,7 +24,7 @@ from stateflow.recurrence import mamba3
 from stateflow.recurrence.mamba3 import Inputs
 from stateflow_kernels import plans
 from stateflow_kernels.gated_delta_rule import default_plan
-from stateflow_kernels.plan_table import Shape
+from stateflow_kernels.plan_table import Shape, to_json
 from tests.bench.bench_testing import CPU, FIGURES, rows_of_worker, without_a_device
 from tests.recurrence.op_testing import assert_close
 
@@ -204,7 +206,7 @@ def test_shares_of_the_variants_to_compile():
     assert official_mamba3.share_of([1, 2, 3], 11, 12) == [1, 2]
 
 
-def test_variants_are_compiled_once_for_all_processes(tmp_path, monkeypatch, capfd):
+def test_variants_are_compiled_by_several_processes(tmp_path, monkeypatch, capfd):
     """Of the processes that are started each says what it got; one fails, and the benchmark goes on."""
     program = (
         "import json, sys; job = json.loads(sys.argv[-1]); print(job['index'], job['count']); sys.exit(job['index'])"
@@ -214,11 +216,39 @@ def test_variants_are_compiled_once_for_all_processes(tmp_path, monkeypatch, cap
         official_mamba3.subprocess, "Popen", lambda command: popen([sys.executable, "-c", program, command[-1]])
     )
     monkeypatch.setattr(official_mamba3.os, "cpu_count", lambda: 6)
-    for _ in range(2):
-        official_mamba3.compile_at_once(SHAPE, tmp_path)
+    official_mamba3.compile_at_once(SHAPE, tmp_path)
     text = capfd.readouterr().out
-    assert sorted(text.splitlines())[:2] == ["0 2", "1 2"]
-    assert text.count("with 2 processes, failed: [1]") == 1
+    *indices, summary = sorted(text.splitlines())
+    assert indices == ["0 2", "1 2"] and summary.endswith("with 2 processes, failed: [1]")
+
+
+def test_what_compiles_ends_with_who_started_it(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import subprocess, sys, types
+from pathlib import Path
+from stateflow.bench import official_mamba3
+from stateflow_kernels.plan_table import Shape, from_json
+class Sleeper(subprocess.Popen):
+    pids = []
+    def __init__(self, command):
+        super().__init__(["/bin/sleep", "120"])
+        self.pids.append(self.pid)
+    def wait(self, *seconds):
+        print(*self.pids, flush=True)
+        return super().wait(*seconds)
+official_mamba3.subprocess.Popen = Sleeper
+official_mamba3.os = types.SimpleNamespace(cpu_count=lambda: 6)
+official_mamba3.compile_at_once(from_json(Shape, {to_json(SHAPE)}), Path({str(tmp_path)!r}))
+""")
+    with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.terminate()
+        assert parent.wait(60) == 143
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def options(*args: str):

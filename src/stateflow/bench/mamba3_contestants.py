@@ -50,7 +50,7 @@ class Mamba3(Subject):
         **{f"d{name}": 2e-2 if name in GATES else 8e-3 for name in Inputs._fields},
     }
     by_token = frozenset(("y", *(f"d{name}" for name in BY_TOKEN)))
-    parity_tokens = 1008  # a multiple of 16, as long sequences are, but not of 64: for others the same compiled kernels
+    parity_tokens = 1008  # no multiple of 64; otherwise as in `official_mamba3.SHORT`: the kernels that are timed
 
     def shape(self, heads, tokens, k_dim, v_dim, dtype):
         """N x P, of which N / 4 angles turn half of N, as in the official module."""
