@@ -58,7 +58,7 @@ class Mamba3(Subject):
             raise ValueError(f"{heads} heads of {k_dim} x {v_dim} with {tokens} tokens: no number may be below 1")
         if k_dim % 8:
             raise ValueError(f"N = {k_dim}: must be a multiple of 8, so that N / 4 angles are an even number")
-        return Shape("mamba3", heads, heads, k_dim, v_dim, dtype, 1, tokens)
+        return Shape("mamba3", heads, 1, k_dim, v_dim, dtype, 1, tokens)
 
     def contestants(self, group, shape, device):
         return {OURS: _ours, OFFICIAL: _official}[group](shape, device)
