@@ -12,6 +12,7 @@ overridden: ``--stateflow.num-chunks 8 --parallelism.pipeline-parallel-degree 4`
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import re
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return more_commands.run(options, overrides)
     if options.command == "doctor":
         return _doctor(options, overrides)
-    if getattr(options, "benchmark", "") == "gdn" or (options.command == "tune-kernels" and options.config is None):
+    if getattr(options, "config", None) is None:
         return _measure(options, overrides)
     if not options.config.is_file():
         print(f"stateflow: no such config: {options.config}", file=sys.stderr)
@@ -211,21 +212,22 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_benchmarks(parser: argparse.ArgumentParser) -> None:
-    from stateflow.bench.arguments import add_gdn, add_pipeline
+    from stateflow.bench.arguments import add_gdn, add_mamba3, add_pipeline
 
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="{gdn,pipeline}")
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="{gdn,mamba3,pipeline}")
     add_gdn(benchmarks.add_parser("gdn", help="the gated delta rule against FLA and FlashQLA"))
+    add_mamba3(benchmarks.add_parser("mamba3", help="Mamba-3 against the official kernels of mamba-ssm"))
     add_pipeline(benchmarks.add_parser("pipeline", help="whole training steps against torchtitan's 1F1B"))
 
 
 def _measure(options, unknown: Sequence[str]) -> int:
     """A measurement without a config."""
-    from stateflow.bench import gdn
-
     try:
         if unknown:
             raise ValueError(f"unknown argument {unknown[0]}")
-        return _tune(options, None) if options.command == "tune-kernels" else gdn.run(options)
+        if options.command == "tune-kernels":
+            return _tune(options, None)
+        return importlib.import_module(f"stateflow.bench.{options.benchmark}").run(options)
     except ValueError as error:
         print(f"stateflow: {error}", file=sys.stderr)
         return 2
