@@ -14,7 +14,7 @@ import torch
 from stateflow.bench.contestants import OURS, Absent, Contestant, Subject, import_from, serial, with_choice
 from stateflow.planning.kernel_launches import EPS, Launches, random_inputs
 from stateflow.recurrence.self_check import BOUNDS_16_BITS, NAMES
-from stateflow_kernels.gated_delta_rule import Tile, default_plan
+from stateflow_kernels.gated_delta_rule import Tile
 from stateflow_kernels.plan_table import Shape, to_json
 
 DEFAULT, SERIAL_64 = "ours, default plan", "ours, serial BV 64"
@@ -108,10 +108,9 @@ def _ours(shape: Shape, device: torch.device) -> list[Contestant]:
         return gated_delta_rule(q, k, v, g, beta, state, backend="triton", use_qk_l2norm_in_kernel=True)
 
     ours = with_choice(Contestant(OURS, call), shape, device)
-    memory = plans.shared_memory_of(device) if device.type == "cuda" else 232_448
-    default = default_plan(shape.k_dim, shape.v_dim, getattr(torch, shape.dtype), memory)
+    default = plans.fallback_plan(device, getattr(torch, shape.dtype), shape.k_dim, shape.v_dim)
     walks = ("transition", "transition_backward")
-    wide = {name: replace(getattr(default, name), block_v=64, num_stages=2) for name in walks}
+    wide = {name: Tile(64, 4, 2) for name in walks}
 
     wider = "the default with BV 64 in ST and STB"
     return [
