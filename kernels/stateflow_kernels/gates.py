@@ -110,7 +110,9 @@ def _tile_shape(num_heads: int) -> tuple[int, int]:
     return max(1, TILE_NUMBERS // heads), heads
 
 
-def forward(a_MH: Tensor, b_MH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    a_MH: Tensor, b_MH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """g and beta, float32 [M, H]. Arguments of bfloat16, float16 or float32."""
     a, b, A_log, dt_bias = (x.contiguous() for x in (a_MH, b_MH, A_log_H, dt_bias_H))
     num_tokens, num_heads = a.shape

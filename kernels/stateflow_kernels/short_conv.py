@@ -373,7 +373,9 @@ def aot_cases() -> Iterator[AotCase]:
     pointers = dict(x="*{}", weight="*{}", bias="*{}", tail="*fp32", doc_start="*i64")
     kernels = {
         _forward_kernel: dict(y="*{}", new_tail="*fp32"),
-        _backward_kernel: dict(grad_y="*{}", grad_new_tail="*fp32", grad_x="*{}", grad_tail="*fp32", parts="*fp32"),
+        _backward_kernel: dict(
+            grad_y="*{}", grad_new_tail="*fp32", grad_x="*{}", grad_tail="*fp32", parts="*fp32"
+        ),
     }
     shapes = [("bf16", 2048, 4, True), ("fp32", 90, 3, False)]
     for kernel, more in kernels.items():

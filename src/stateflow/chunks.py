@@ -36,7 +36,9 @@ class ChunkCost:
     def __post_init__(self) -> None:
         for name, value in (("linear", self.linear), ("quadratic", self.quadratic)):
             if not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name} cost {value} must be a finite number of at least 0; give 0 to drop the term")
+                raise ValueError(
+                    f"{name} cost {value} must be a finite number of at least 0; give 0 to drop the term"
+                )
         if self.linear == 0 and self.quadratic == 0:
             raise ValueError("linear and quadratic cost are both 0; give linear=1.0 for equal chunks")
 
@@ -144,7 +146,9 @@ class ChunkPlan:
         missing = seq_len - sum(lengths)
         if missing:
             change = f"add {missing} to" if missing > 0 else f"take {-missing} from"
-            raise ValueError(f"chunk lengths sum to {sum(lengths)}, the sequence has {seq_len} tokens; {change} them")
+            raise ValueError(
+                f"chunk lengths sum to {sum(lengths)}, the sequence has {seq_len} tokens; {change} them"
+            )
         boundaries = [0]
         for length in lengths:
             boundaries.append(boundaries[-1] + length)
@@ -169,7 +173,9 @@ class ChunkPlan:
             ValueError: if there is no such chunk.
         """
         if not 0 <= chunk < self.num_chunks:
-            raise ValueError(f"chunk {chunk} is not one of the {self.num_chunks}; give 0 .. {self.num_chunks - 1}")
+            raise ValueError(
+                f"chunk {chunk} is not one of the {self.num_chunks}; give 0 .. {self.num_chunks - 1}"
+            )
         return self.boundaries[chunk], self.boundaries[chunk + 1]
 
     def split(self, tensor: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
@@ -213,7 +219,8 @@ def document_starts(first_token_BT: Tensor) -> Tensor:
     """
     if first_token_BT.dtype != torch.bool or first_token_BT.dim() != 2:
         raise ValueError(
-            f"document marks are {first_token_BT.dtype} of shape {tuple(first_token_BT.shape)}; give torch.bool [B, T]"
+            f"document marks are {first_token_BT.dtype} of shape {tuple(first_token_BT.shape)}; "
+            "give torch.bool [B, T]"
         )
     position_T = torch.arange(first_token_BT.shape[1], device=first_token_BT.device)
     return torch.where(first_token_BT, position_T, 0).cummax(dim=1).values
@@ -262,7 +269,9 @@ def _check_counts(seq_len: int, num_chunks: int) -> None:
         raise ValueError(f"num_chunks {num_chunks} is more than the {seq_len} tokens; give at most {seq_len}")
 
 
-def _cut(seq_len: int, num_chunks: int, skew: float, cost: ChunkCost | None, multiple: int) -> tuple[int, ...] | None:
+def _cut(
+    seq_len: int, num_chunks: int, skew: float, cost: ChunkCost | None, multiple: int
+) -> tuple[int, ...] | None:
     """The rounded boundaries of eq. 10-11, or None where rounding or the skew leaves a chunk empty."""
     equal = [i * seq_len / num_chunks for i in range(num_chunks + 1)]
     balanced = equal if cost is None else cost.balanced_boundaries(seq_len, num_chunks)

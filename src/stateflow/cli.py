@@ -127,11 +127,8 @@ def world_size(config) -> int:
     """Processes that the config's parallel degrees ask for; an automatic shard degree (-1) counts as 1."""
     p = config.parallelism
     degrees = (
-        p.pipeline_parallel_degree,
-        p.tensor_parallel_degree,
-        p.context_parallel_degree,
-        p.data_parallel_replicate_degree,
-        max(1, p.data_parallel_shard_degree),
+        p.pipeline_parallel_degree, p.tensor_parallel_degree, p.context_parallel_degree,
+        p.data_parallel_replicate_degree, max(1, p.data_parallel_shard_degree),
     )
     product = 1
     for degree in degrees:
@@ -142,15 +139,8 @@ def world_size(config) -> int:
 def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) -> int:
     """Runs ``module`` in ``nproc`` processes of this machine, shows the log of one, and returns the exit status."""
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={nproc}",
-        f"--local-ranks-filter={log_rank}",
-        "-m",
-        module,
-        *args,
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
+        f"--local-ranks-filter={log_rank}", "-m", module, *args,
     ]
     # LOG_RANK tells torchtitan which rank's log is shown.
     env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "LOG_RANK": str(log_rank), **os.environ}

@@ -142,3 +142,4 @@ FAULTS: dict[str, Callable[[], AbstractContextManager]] = {
     "scale-grad": scale_grad,
     "drop-weight-grad": drop_weight_grad,
 }
+

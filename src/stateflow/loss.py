@@ -21,7 +21,9 @@ from .sharded_loss import sharded_linear_cross_entropy
 
 
 def _blocks(num_tokens: int, block_tokens: int) -> list[slice]:
-    return [slice(start, min(start + block_tokens, num_tokens)) for start in range(0, num_tokens, block_tokens)]
+    return [
+        slice(start, min(start + block_tokens, num_tokens)) for start in range(0, num_tokens, block_tokens)
+    ]
 
 
 @Operation("stateflow::linear_cross_entropy")

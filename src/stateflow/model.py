@@ -133,7 +133,9 @@ class ModelConfig:
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise ValueError(f"{name} = {value!r}: must be a number above 0")
         if isinstance(self.pattern, str) or not self.pattern:
-            raise ValueError(f"pattern = {self.pattern!r}: must be a list of one or more of {', '.join(MIXERS)}")
+            raise ValueError(
+                f"pattern = {self.pattern!r}: must be a list of one or more of {', '.join(MIXERS)}"
+            )
         for mixer in self.pattern:
             _check_choice("pattern", mixer, MIXERS)
         _check_choice("backend", self.backend, BACKENDS)
@@ -141,7 +143,8 @@ class ModelConfig:
         if num_v_heads % self.num_heads:
             nearest = max(1, round(num_v_heads / self.num_heads)) * self.num_heads
             raise ValueError(
-                f"num_v_heads = {num_v_heads}: must be a multiple of num_heads = {self.num_heads}; use {nearest}"
+                f"num_v_heads = {num_v_heads}: must be a multiple of num_heads = {self.num_heads}; "
+                f"use {nearest}"
             )
         if 2 * self.mamba_num_angles > self.mamba_state_dim:
             raise ValueError(
@@ -153,7 +156,8 @@ class ModelConfig:
         if num_heads % self.num_kv_heads:
             nearest = nearest_divisor(num_heads, self.num_kv_heads)
             raise ValueError(
-                f"num_kv_heads = {self.num_kv_heads}: must divide num_attention_heads = {num_heads}; use {nearest}"
+                f"num_kv_heads = {self.num_kv_heads}: must divide num_attention_heads = {num_heads}; "
+                f"use {nearest}"
             )
         if self.attention_head_dim % 2:
             raise ValueError(
@@ -218,7 +222,9 @@ class LanguageModel(nn.Module):
         """The boundary state of every layer present, by name "layers.i", for activations of `dtype`."""
         return {f"layers.{name}": block.mixer.state_spec(dtype) for name, block in self.layers.items()}
 
-    def initial_state(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> tuple[State, ...]:
+    def initial_state(
+        self, batch_size: int, device: torch.device | str, dtype: torch.dtype
+    ) -> tuple[State, ...]:
         """The state before a sequence, one flat tuple for every layer that is present, in order."""
         return tuple(block.mixer.initial_state(batch_size, device, dtype) for block in self.layers.values())
 
@@ -245,7 +251,9 @@ class LanguageModel(nn.Module):
         if state is None:
             state = self.initial_state(h_BTD.shape[0], h_BTD.device, h_BTD.dtype)
         if len(state) != len(self.layers):
-            raise ValueError(f"state has {len(state)} entries but this part of the model has {len(self.layers)} layers")
+            raise ValueError(
+                f"state has {len(state)} entries but this part of the model has {len(self.layers)} layers"
+            )
         updates = []
         for block, block_state in zip(self.layers.values(), state, strict=True):
             h_BTD, update = block(h_BTD, block_state, attention_masks)

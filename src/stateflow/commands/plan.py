@@ -67,7 +67,7 @@ def _analytic(options: argparse.Namespace, scenario: Scenario) -> int:
     if reasons:
         print("\n" + "\n".join(reasons))
     if best is None:
-        print('\nnothing fits: more ranks, recomputation ([activation_checkpoint] mode = "full") or FSDP would help')
+        print("\nnothing fits: more ranks, recomputation ([activation_checkpoint] mode = \"full\") or FSDP would help")
         return 0
     whole = next((cell for cell in cells if cell.num_chunks == 1), None)
     print(f"\nbest: num_chunks = {best.num_chunks}, skew = {best.skew:g}: {', '.join(map(str, best.lengths))}")

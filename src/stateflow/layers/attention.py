@@ -58,7 +58,9 @@ class Attention(Mixer):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % num_kv_heads:
             nearest = nearest_divisor(num_heads, num_kv_heads)
-            raise ValueError(f"num_kv_heads = {num_kv_heads} does not divide num_heads = {num_heads}: use {nearest}")
+            raise ValueError(
+                f"num_kv_heads = {num_kv_heads} does not divide num_heads = {num_heads}: use {nearest}"
+            )
         if head_dim % 2:
             raise ValueError(f"head_dim = {head_dim} must be even for rotary positions: use {head_dim + 1}")
         self.num_heads, self.head_dim = num_heads, head_dim

@@ -25,7 +25,9 @@ class ShortConv(nn.Module):
         # nn.Conv1d's default: uniform within 1 / sqrt(fan in).
         return {"weight": initialize.uniform(1 / math.sqrt(self.weight.shape[2]))}
 
-    def forward(self, x_BTC: Tensor, tail_BWC: Tensor, docs: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_BTC: Tensor, tail_BWC: Tensor, docs: Tensor | None, backend: str
+    ) -> tuple[Tensor, Tensor]:
         return short_conv(x_BTC, self.weight[:, 0], None, tail_BWC, docs, backend=backend)
 
 
@@ -44,9 +46,13 @@ class DecayGate(nn.Module):
             "dt_bias": initialize.inverse_softplus_log_uniform(1e-3, 1e-1),
         }
 
-    def forward(self, a_BTH: Tensor, b_BTH: Tensor, allow_neg_eigval: bool, backend: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, a_BTH: Tensor, b_BTH: Tensor, allow_neg_eigval: bool, backend: str
+    ) -> tuple[Tensor, Tensor]:
         """g and beta in at least float32, see `delta_gates`."""
-        return delta_gates(a_BTH, b_BTH, self.A_log, self.dt_bias, allow_neg_eigval=allow_neg_eigval, backend=backend)
+        return delta_gates(
+            a_BTH, b_BTH, self.A_log, self.dt_bias, allow_neg_eigval=allow_neg_eigval, backend=backend
+        )
 
 
 class GatedDeltaNet(Mixer):

@@ -158,7 +158,9 @@ class Mixer(nn.Module):
             for spec, old, new in zip(specs, state, update, strict=True)
         )
 
-    def forward(self, x_BTD: Tensor, state: State | None = None, docs: Tensor | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTD: Tensor, state: State | None = None, docs: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """One chunk of a sequence outside any pipeline.
 
         Args:

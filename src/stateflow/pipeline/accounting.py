@@ -137,7 +137,9 @@ def predict(
     num_stages = 1 + max(action.stage for action in actions)
     num_chunks = 1 + max(action.chunk for action in actions)
     if plan.num_chunks != num_chunks:
-        raise ValueError(f"the plan has {plan.num_chunks} chunks, the table {num_chunks}; give a plan of {num_chunks}")
+        raise ValueError(
+            f"the plan has {plan.num_chunks} chunks, the table {num_chunks}; give a plan of {num_chunks}"
+        )
     footprints = [footprint] * num_stages if isinstance(footprint, StageFootprint) else list(footprint)
     if len(footprints) != num_stages:
         raise ValueError(f"{len(footprints)} footprints for {num_stages} stages; give one, or one a stage")
@@ -238,7 +240,9 @@ class _Replay:
         return during
 
     def pool(self, name: str) -> PoolPeak:
-        owned = {key[1:]: count for key, count in self.peak.items() if isinstance(key, tuple) and key[0] == name}
+        owned = {
+            key[1:]: count for key, count in self.peak.items() if isinstance(key, tuple) and key[0] == name
+        }
         return PoolPeak(
             live=self.peak[name],
             buffers=sum(owned.values()),

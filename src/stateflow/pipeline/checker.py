@@ -72,7 +72,9 @@ def _check_sizes(schedule: Schedule) -> None:
             )
     for stage, rank in enumerate(schedule.stage_to_rank):
         if not 0 <= rank < schedule.num_ranks:
-            raise ScheduleError(f"stage {stage} is placed on rank {rank}; ranks are 0 .. {schedule.num_ranks - 1}")
+            raise ScheduleError(
+                f"stage {stage} is placed on rank {rank}; ranks are 0 .. {schedule.num_ranks - 1}"
+            )
     for rank in range(schedule.num_ranks):
         if not schedule.stages_of(rank):
             raise ScheduleError(f"rank {rank} has no stage; use fewer ranks or place a stage on it")
@@ -84,7 +86,9 @@ def _check_complete(schedule: Schedule) -> dict[Action, Place]:
     for rank, step, action in _steps(schedule.table):
         here = f"rank {rank}, step {step}: {action}"
         if not action.is_compute:
-            raise ScheduleError(f"{here} communicates; a schedule holds F, B, I and W only, lowering adds the rest")
+            raise ScheduleError(
+                f"{here} communicates; a schedule holds F, B, I and W only, lowering adds the rest"
+            )
         for name, value, count in (
             ("stage", action.stage, schedule.num_stages),
             ("microbatch", action.microbatch, schedule.num_microbatches),
@@ -102,7 +106,8 @@ def _check_complete(schedule: Schedule) -> dict[Action, Place]:
         for other in _excluded_by(action):
             if other in places:
                 raise ScheduleError(
-                    f"{here} repeats the backward {other} of step {places[other][1]}; keep either B, or I and W"
+                    f"{here} repeats the backward {other} of step {places[other][1]}; "
+                    "keep either B, or I and W"
                 )
         places[action] = (rank, step)
     for stage, rank in enumerate(schedule.stage_to_rank):
@@ -130,7 +135,9 @@ def _missing_of_unit(stage: int, microbatch: int, chunk: int, places: dict[Actio
     return b
 
 
-def _predecessors(action: Action, schedule: Schedule, places: dict[Action, Place]) -> list[tuple[Action, str]]:
+def _predecessors(
+    action: Action, schedule: Schedule, places: dict[Action, Place]
+) -> list[tuple[Action, str]]:
     """What must have run before ``action`` (eq. 8), each with the rule that says so."""
     stage, microbatch, chunk = action.stage, action.microbatch, action.chunk
 
@@ -238,7 +245,9 @@ def _check_pairs(lowered: Sequence[Sequence[Action]], stage_to_rank: Sequence[in
     for rank, step, action in _steps(lowered):
         here = f"rank {rank}, step {step}: {action}"
         if not 0 <= action.stage < len(stage_to_rank):
-            raise ScheduleError(f"{here} names stage {action.stage}; the last stage is {len(stage_to_rank) - 1}")
+            raise ScheduleError(
+                f"{here} names stage {action.stage}; the last stage is {len(stage_to_rank) - 1}"
+            )
         owner = stage_to_rank[action.stage]
         if owner != rank:
             raise ScheduleError(
@@ -254,9 +263,13 @@ def _check_pairs(lowered: Sequence[Sequence[Action]], stage_to_rank: Sequence[in
         if not 0 <= partner.stage < len(stage_to_rank):
             raise ScheduleError(f"{here} has no stage {partner.stage} to talk to; remove it")
         if stage_to_rank[partner.stage] == rank:
-            raise ScheduleError(f"{here} talks to stage {partner.stage} on the same rank; remove it and its partner")
+            raise ScheduleError(
+                f"{here} talks to stage {partner.stage} on the same rank; remove it and its partner"
+            )
         if partner not in places:
-            raise ScheduleError(f"{here} has no partner; add {partner} on rank {stage_to_rank[partner.stage]}")
+            raise ScheduleError(
+                f"{here} has no partner; add {partner} on rank {stage_to_rank[partner.stage]}"
+            )
     return places
 
 
@@ -293,7 +306,8 @@ def _check_around_computation(
             computation = [Action(stage, kind, action.microbatch, action.chunk) for kind in kinds]
             if not any(candidate in places for candidate in computation):
                 raise ScheduleError(
-                    f"rank {rank}, step {step}: {action} belongs to no {computation[0]}; remove it or add that"
+                    f"rank {rank}, step {step}: {action} belongs to no {computation[0]}; "
+                    "remove it or add that"
                 )
 
 
@@ -325,7 +339,9 @@ def _check_rendezvous(lowered: Sequence[Sequence[Action]], stage_to_rank: Sequen
     is posted after it could not be executed before that receive anyway. Which operation meets which is fixed,
     so no step can spoil another and one run in any order decides.
     """
-    waiting = [deque((step, action) for step, action in enumerate(row) if not action.is_compute) for row in lowered]
+    waiting = [
+        deque((step, action) for step, action in enumerate(row) if not action.is_compute) for row in lowered
+    ]
 
     def peer_of(rank: int) -> int:
         return stage_to_rank[_partner(waiting[rank][0][1]).stage]
@@ -350,7 +366,9 @@ def _check_rendezvous(lowered: Sequence[Sequence[Action]], stage_to_rank: Sequen
         for rank in _cycle({rank: peer_of(rank) for rank in stuck}):
             step, action = waiting[rank][0]
             waits.append(f"rank {rank}, step {step}: {action} waits for rank {peer_of(rank)}")
-        raise ScheduleError(f"deadlock: {'; '.join(waits)}; post all sends and their receives in one common order")
+        raise ScheduleError(
+            f"deadlock: {'; '.join(waits)}; post all sends and their receives in one common order"
+        )
 
 
 # ---- shared

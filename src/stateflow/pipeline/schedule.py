@@ -56,7 +56,9 @@ class Action:
         """
         match = _ACTION.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is no action; write stage, kind, microbatch.chunk, as in 2F1.3 or 0SEND_F1.3")
+            raise ValueError(
+                f"{text!r} is no action; write stage, kind, microbatch.chunk, as in 2F1.3 or 0SEND_F1.3"
+            )
         stage, kind, microbatch, chunk = match.groups()
         return cls(int(stage), Kind(kind), int(microbatch), int(chunk))
 
@@ -149,7 +151,8 @@ class Schedule:
         sizes = _SIZES.fullmatch(header["sizes"])
         if sizes is None:
             raise ValueError(
-                f"sizes {header['sizes']!r} cannot be read; write '2 ranks, 2 stages, 4 microbatches, 8 chunks'"
+                f"sizes {header['sizes']!r} cannot be read; "
+                "write '2 ranks, 2 stages, 4 microbatches, 8 chunks'"
             )
         return cls(
             header["policy"],

@@ -143,13 +143,7 @@ class ChunkStage:
         self._initial[microbatch] = carries
 
     def forward(
-        self,
-        microbatch: int,
-        chunk: int,
-        x: Tensor,
-        *,
-        docs: Tensor | None = None,
-        target: Tensor | None = None,
+        self, microbatch: int, chunk: int, x: Tensor, *, docs: Tensor | None = None, target: Tensor | None = None,
         training: bool = True,
     ) -> Tensor | tuple[Tensor, ...]:
         """Forward of one unit (eq. 4).
@@ -239,15 +233,8 @@ class ChunkStage:
 
     # ----------------------------------------------------------------- backward
     def backward(
-        self,
-        microbatch: int,
-        chunk: int,
-        grad_output: Tensor | None = None,
-        *,
-        loss_scale: Tensor | float = 1.0,
-        engine: BackwardEngine = run_autograd,
-        last_backward: bool = False,
-        input_only: bool = False,
+        self, microbatch: int, chunk: int, grad_output: Tensor | None = None, *, loss_scale: Tensor | float = 1.0,
+        engine: BackwardEngine = run_autograd, last_backward: bool = False, input_only: bool = False,
     ) -> Tensor | None:
         """Backward of one unit (eq. 6-7): parameters accumulate, the gradient of the received activation is returned.
 
@@ -348,11 +335,8 @@ class ChunkStage:
     def assert_drained(self) -> None:
         """After a whole step nothing may be left: a leftover is a unit that was never back-propagated."""
         left = {
-            "units": sorted(self._units),
-            "carries": sorted(self._carries),
-            "windows": sorted(self._windows),
-            "state gradients": sorted(self._state_grads),
-            "units without W": sorted(self._weight_work),
+            "units": sorted(self._units), "carries": sorted(self._carries), "windows": sorted(self._windows),
+            "state gradients": sorted(self._state_grads), "units without W": sorted(self._weight_work),
         }
         left = {name: keys for name, keys in left.items() if keys}
         if left:

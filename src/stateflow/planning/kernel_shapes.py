@@ -74,5 +74,7 @@ def config_shapes(config) -> list[Shape]:
 def compute_dtype(config) -> str:
     """What activations are computed in. FSDP casts to mixed_precision_param; without it TP and PP cast nothing."""
     p, training = config.parallelism, config.training
-    casts = p.data_parallel_shard_degree != 1 or (p.tensor_parallel_degree == 1 and p.pipeline_parallel_degree == 1)
+    casts = p.data_parallel_shard_degree != 1 or (
+        p.tensor_parallel_degree == 1 and p.pipeline_parallel_degree == 1
+    )
     return training.mixed_precision_param if casts else training.dtype

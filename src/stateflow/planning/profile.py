@@ -41,19 +41,8 @@ class Point:
 
 
 def measure(
-    module: torch.nn.Module,
-    device: torch.device,
-    dtype: torch.dtype,
-    start: int,
-    length: int,
-    *,
-    batch: int,
-    dim: int,
-    vocab_size: int,
-    is_first: bool,
-    is_last: bool,
-    documents: bool = False,
-    repeats: int = REPEATS,
+    module: torch.nn.Module, device: torch.device, dtype: torch.dtype, start: int, length: int, *, batch: int, dim: int,
+    vocab_size: int, is_first: bool, is_last: bool, documents: bool = False, repeats: int = REPEATS,
 ) -> Point:
     """Runs the chunk [start, start + length) ``repeats`` times or more after a warm-up.
 
@@ -292,11 +281,7 @@ class Budget:
 
 
 def profile_stage(
-    run: Callable[[int, int], Point],
-    key: str,
-    cache: Cache,
-    wanted: tuple[list, list],
-    budget: Budget,
+    run: Callable[[int, int], Point], key: str, cache: Cache, wanted: tuple[list, list], budget: Budget,
     progress: Callable[[str], None],
 ) -> StageProfile:
     """Measures what the cache does not hold, until the budget is spent (but at least two lengths).

@@ -129,11 +129,7 @@ def dynamic_plans(measured: Measured, most_chunks: int) -> list[ChunkPlan]:
 
 
 def best_cuts(
-    cuts: Sequence[int],
-    cost: Callable[[int, int], float],
-    num_microbatches: int,
-    num_stages: int,
-    most_chunks: int,
+    cuts: Sequence[int], cost: Callable[[int, int], float], num_microbatches: int, num_stages: int, most_chunks: int,
     num_limits: int = 40,
 ) -> list[tuple[list[int], float]]:
     """TeraPipe's program: boundaries among ``cuts`` that minimise M * sum(cost) + (S - 1) * max(cost).

@@ -87,7 +87,9 @@ def _masked_scores(
 ) -> Tensor:
     """scale q k^T with -inf where the key is in the query's future or in another document."""
     scores = product(query_XRK, key_XSK.mT, dtype) * scale
-    positions = torch.arange(block.first_position, block.first_position + key_XSK.shape[1], device=scores.device)
+    positions = torch.arange(
+        block.first_position, block.first_position + key_XSK.shape[1], device=scores.device
+    )
     hidden = None
     if block.first_position + key_XSK.shape[1] - 1 > query_start:
         queries = torch.arange(query_start, query_stop, device=scores.device)
@@ -199,7 +201,9 @@ def _prefix_attention_backward(
 
 
 @_prefix_attention_backward.register_fake
-def _(grad_o, q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV, doc_start_BT, output_BTHV, lse_BHT, scale):
+def _(
+    grad_o, q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV, doc_start_BT, output_BTHV, lse_BHT, scale
+):
     return tuple(x.new_empty(x.shape) for x in (q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV))
 
 
@@ -240,13 +244,17 @@ def _flash_part(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, causal: bool, sc
     )[:4]
 
 
-def _flash_forward(q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV, scale: float) -> tuple[Tensor, Tensor]:
+def _flash_forward(
+    q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV, scale: float
+) -> tuple[Tensor, Tensor]:
     output, lse_BHT, *_ = _flash_part(q_BTHK, k_BTGK, v_BTGV, True, scale)
     if k_prefix_BSGK.shape[1] == 0:
         return output.contiguous(), lse_BHT
     prefix_output, prefix_lse_BHT, *_ = _flash_part(q_BTHK, k_prefix_BSGK, v_prefix_BSGV, False, scale)
     merged_lse_BHT = torch.logaddexp(lse_BHT, prefix_lse_BHT)
-    share, prefix_share = ((lse - merged_lse_BHT).exp().transpose(1, 2)[..., None] for lse in (lse_BHT, prefix_lse_BHT))
+    share, prefix_share = (
+        (lse - merged_lse_BHT).exp().transpose(1, 2)[..., None] for lse in (lse_BHT, prefix_lse_BHT)
+    )
     merged = share * output + prefix_share * prefix_output
     return merged.to(q_BTHK.dtype, memory_format=torch.contiguous_format), merged_lse_BHT
 

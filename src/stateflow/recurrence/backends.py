@@ -1,9 +1,9 @@
 """Which form of an operation runs: the hand-written Triton kernels, or PyTorch.
 
-auto        the kernels on a CUDA device for float32, bfloat16 and float16, where they fit; else "chunk"
-triton      the kernels; ValueError where they cannot run
-chunk       the fast form in PyTorch, any device, also float64
-reference   the definition, slow, under plain autograd
+    auto        the kernels on a CUDA device for float32, bfloat16 and float16, where they fit; else "chunk"
+    triton      the kernels; ValueError where they cannot run
+    chunk       the fast form in PyTorch, any device, also float64
+    reference   the definition, slow, under plain autograd
 """
 
 import torch

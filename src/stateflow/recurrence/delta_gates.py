@@ -10,7 +10,9 @@ from .operation import Operation
 
 
 @Operation("stateflow::delta_gates")
-def _delta_gates(a_MH: Tensor, b_MH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _delta_gates(
+    a_MH: Tensor, b_MH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     from stateflow_kernels import gates
 
     return gates.forward(a_MH, b_MH, A_log_H, dt_bias_H, scale)

@@ -109,7 +109,9 @@ def _state_transition(chunks: _Chunks, state_XKV: Tensor) -> tuple[Tensor, Tenso
     return torch.stack(states), torch.stack(news), state_XKV
 
 
-def _layout(q_BTHK: Tensor, v_BTHV: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk_size: int) -> ChunkLayout:
+def _layout(
+    q_BTHK: Tensor, v_BTHV: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk_size: int
+) -> ChunkLayout:
     # Padded tokens have k = 0, b = 0 and g = 0: they change nothing.
     return ChunkLayout.of(v_BTHV, chunk_size, at_least_float32(q_BTHK, v_BTHV, g, beta, state))
 
@@ -201,7 +203,8 @@ def _gated_delta_rule_backward(
 
     grad_g = decays_backward(grad_log_pair, grad_log_start)
     grad_q_BTHK, grad_k_BTHK = (
-        _sum_repeats(layout.merge(x, layout.dtype), like) for x, like in ((scale * grad_q, q_BTHK), (grad_k, k_BTHK))
+        _sum_repeats(layout.merge(x, layout.dtype), like)
+        for x, like in ((scale * grad_q, q_BTHK), (grad_k, k_BTHK))
     )
     return (
         grad_q_BTHK,
@@ -222,7 +225,9 @@ def _sum_repeats(grad_BTHK: Tensor, like_BTGK: Tensor) -> Tensor:
 
 
 @_gated_delta_rule_backward.register_fake
-def _(grad_o, grad_state, q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT, scale, chunk_size):
+def _(
+    grad_o, grad_state, q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT, scale, chunk_size
+):
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
     return tuple(x.new_empty(x.shape) for x in inputs)
 
@@ -233,7 +238,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_o_BTHV, grad_state_BHKV):
-    grads = _gated_delta_rule_backward(grad_o_BTHV, grad_state_BHKV, *ctx.saved_tensors, ctx.scale, ctx.chunk_size)
+    grads = _gated_delta_rule_backward(
+        grad_o_BTHV, grad_state_BHKV, *ctx.saved_tensors, ctx.scale, ctx.chunk_size
+    )
     return *grads, None, None, None
 
 
@@ -245,7 +252,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
     if num_tokens < 1:
         raise ValueError("gated_delta_rule needs at least 1 token, got 0: leave empty chunks out")
     if q.shape != k.shape or k.shape[:2] != v.shape[:2]:
-        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must be [{batch}, {num_tokens}, key heads, K]")
+        raise ValueError(
+            f"q {list(q.shape)} and k {list(k.shape)} must be [{batch}, {num_tokens}, key heads, K]"
+        )
     if num_heads % k.shape[2]:
         raise ValueError(f"{num_heads} value heads are no multiple of the {k.shape[2]} key heads of q and k")
     for name, gate in (("g", g), ("beta", beta)):

@@ -137,7 +137,9 @@ def _gated_delta_rule_triton_backward(
 
 
 @_gated_delta_rule_triton_backward.register_fake
-def _(grad_o, grad_state, q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT, solve, scale, eps):
+def _(
+    grad_o, grad_state, q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT, solve, scale, eps
+):
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
     return tuple(x.new_empty(x.shape) for x in inputs)
 
@@ -149,7 +151,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_o_BTHV, grad_state_BHKV, _grad_solve):
-    grads = _gated_delta_rule_triton_backward(grad_o_BTHV, grad_state_BHKV, *ctx.saved_tensors, ctx.scale, ctx.eps)
+    grads = _gated_delta_rule_triton_backward(
+        grad_o_BTHV, grad_state_BHKV, *ctx.saved_tensors, ctx.scale, ctx.eps
+    )
     return *grads, None, None, None
 
 

@@ -139,7 +139,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_y_BTC, grad_tail_BWC):
     saved = ctx.saved_tensors  # once only: activation checkpointing unpacks each tensor a single time
     has_bias = saved[2] is not None
-    grad_x, grad_weight, grad_bias, grad_tail = _short_conv_backward(grad_y_BTC, grad_tail_BWC, *saved, ctx.triton)
+    grad_x, grad_weight, grad_bias, grad_tail = _short_conv_backward(
+        grad_y_BTC, grad_tail_BWC, *saved, ctx.triton
+    )
     return grad_x, grad_weight, grad_bias if has_bias else None, grad_tail, None, None
 
 
@@ -178,9 +180,13 @@ def short_conv(
     if num_tokens < 1:
         raise ValueError("short_conv needs at least 1 token, got 0: leave empty chunks out")
     if weight_CW.shape[0] != num_channels or (bias_C is not None and bias_C.shape != (num_channels,)):
-        raise ValueError(f"weight {list(weight_CW.shape)} and bias must have {num_channels} channels, as x has")
+        raise ValueError(
+            f"weight {list(weight_CW.shape)} and bias must have {num_channels} channels, as x has"
+        )
     if tail_BWC.shape != (batch, weight_CW.shape[1] - 1, num_channels):
-        raise ValueError(f"tail {list(tail_BWC.shape)} must be {[batch, weight_CW.shape[1] - 1, num_channels]}")
+        raise ValueError(
+            f"tail {list(tail_BWC.shape)} must be {[batch, weight_CW.shape[1] - 1, num_channels]}"
+        )
     if tail_BWC.dtype != at_least_float32(tail_BWC):
         raise ValueError(
             f"the tail has {tail_BWC.dtype} but must be at least float32: keep states out of autocasts "

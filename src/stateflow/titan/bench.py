@@ -60,11 +60,8 @@ def make_rows(
     rows = []
     for seq_len, count in product(seq_lens, microbatches):
         common = [
-            f"--training.seq_len={seq_len}",
-            f"--training.local_batch_size={count}",
-            "--validation.no-enable",
-            "--checkpoint.no-enable",
-            "--metrics.no-enable-tensorboard",
+            f"--training.seq_len={seq_len}", f"--training.local_batch_size={count}", "--validation.no-enable",
+            "--checkpoint.no-enable", "--metrics.no-enable-tensorboard",
         ]
         rows.append(Row("1F1B", [*common, "--stateflow.no-enable"], seq_len, count))
         for n, skew in product(num_chunks, skews):
@@ -75,16 +72,8 @@ def make_rows(
 
 # ------------------------------------------------------------------ the calling process
 def run(
-    titan_args: Sequence[str],
-    rows: list[Row],
-    *,
-    nproc: int,
-    stages: int,
-    steps: int,
-    warmup: int,
-    row_timeout: float,
-    dtype: str,
-    json_path: Path | None,
+    titan_args: Sequence[str], rows: list[Row], *, nproc: int, stages: int, steps: int, warmup: int,
+    row_timeout: float, dtype: str, json_path: Path | None,
 ) -> int:
     """Measures the rows, prints the table as it grows, and returns 0 if the baseline and one other row ran."""
     if json_path is not None and not json_path.absolute().parent.is_dir():
@@ -97,28 +86,16 @@ def run(
         while len(done) < len(rows):
             left = rows[len(done) :]
             options = {
-                "rows": [asdict(row) for row in left],
-                "steps": steps,
-                "warmup": warmup,
-                "timeout": row_timeout,
+                "rows": [asdict(row) for row in left], "steps": steps, "warmup": warmup, "timeout": row_timeout,
                 "results": str(results),
             }
             results.unlink(missing_ok=True)
             env = {
-                "OMP_NUM_THREADS": "1",
-                **os.environ,
-                "STATEFLOW_BENCH": json.dumps(options),
-                "PYTHONUNBUFFERED": "1",
+                "OMP_NUM_THREADS": "1", **os.environ, "STATEFLOW_BENCH": json.dumps(options), "PYTHONUNBUFFERED": "1"
             }
             command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={nproc}",
-                "-m",
-                "stateflow.titan.bench",
-                *titan_args,
+                sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
+                "-m", "stateflow.titan.bench", *titan_args,
             ]
             with log.open("w") as stream:
                 status = run_to_its_end(command, env=env, stdout=stream, stderr=STDOUT)
@@ -165,10 +142,8 @@ def losses_agree(row: Row, baseline: Row, dtype: str) -> bool:
     return bool(pairs) and all(abs(a - b) <= LOSS_TOLERANCE[dtype] * abs(b) for a, b in pairs)
 
 
-HEADER = (
-    f"{'tokens':>8} {'M':>3}  {'row':<16} {'s/step':>8} {'spread':>7} {'tok/s/GPU':>10} {'MFU %':>6} "
+HEADER = f"{'tokens':>8} {'M':>3}  {'row':<16} {'s/step':>8} {'spread':>7} {'tok/s/GPU':>10} {'MFU %':>6} " \
     f"{'vs 1F1B':>8} {'of bound':>8}  peak GiB a rank"
-)
 
 
 def format_row(row: Row, baseline: Row | None, world_size: int, stages: int, dtype: str) -> str:

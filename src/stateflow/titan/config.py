@@ -124,7 +124,7 @@ def _check_types(options: StateFlow) -> None:
         isinstance(steps, list) and len(steps) == 2 and all(map(_is_int, steps)) and 1 <= steps[0] <= steps[1],
         f"[stateflow] trace_steps = {steps!r} must be the first and the last step, counted from 1, e.g. [3, 5]",
     )
-    _expect(isinstance(options.policy, str), f'[stateflow] policy = {options.policy!r} must be a string, e.g. "1f1b"')
+    _expect(isinstance(options.policy, str), f"[stateflow] policy = {options.policy!r} must be a string, e.g. \"1f1b\"")
     if options.policy not in POLICIES:
         near = difflib.get_close_matches(options.policy.lower(), POLICIES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -141,7 +141,7 @@ def _check_types(options: StateFlow) -> None:
         raise ValueError(f"[stateflow] kernels = {options.kernels!r} is unknown; use one of {known}")
     _expect(
         isinstance(options.tokenizer, str),
-        f'[stateflow] tokenizer = {options.tokenizer!r} must be "bytes" or a path',
+        f"[stateflow] tokenizer = {options.tokenizer!r} must be \"bytes\" or a path",
     )
     for name, value in vars(options.model).items():
         kind_ok = isinstance(value, str) if name == "pattern" else _is_int(value)

@@ -137,7 +137,9 @@ def _files_of(path: Path, split: str | None, value: str) -> list[Path]:
     if path.is_file():
         files, tags = [path], [None]
         if path.suffix.lower() not in _BUILDER_OF_SUFFIX:
-            raise ValueError(f"dataset {value!r}: cannot read {path.suffix or 'this kind of'} files; use {_SUFFIXES}")
+            raise ValueError(
+                f"dataset {value!r}: cannot read {path.suffix or 'this kind of'} files; use {_SUFFIXES}"
+            )
     else:
         found = (p.relative_to(path) for p in path.rglob("*") if p.suffix.lower() in _BUILDER_OF_SUFFIX)
         names = sorted(p for p in found if not any(part.startswith(".") for part in p.parts))

@@ -66,7 +66,7 @@ def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
 
 
 def _meshes_of_one(tp_degree: int) -> DeviceMesh:
-    """ "alone": a mesh that holds this rank only; "tp": its tensor-parallel group.
+    """"alone": a mesh that holds this rank only; "tp": its tensor-parallel group.
 
     (torchtitan's own meshes of size one have no working collectives.)
     """

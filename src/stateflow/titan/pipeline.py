@@ -60,7 +60,9 @@ class TitanSchedule(ScheduleStateFlow):
     With ``trace_folder`` the steps ``trace_steps`` (first, last; from 1) are traced and written there after the last.
     """
 
-    def __init__(self, *args, global_mean: GlobalMean, trace_folder: Path | None = None, trace_steps=(1, 1), **kwargs):
+    def __init__(
+        self, *args, global_mean: GlobalMean, trace_folder: Path | None = None, trace_steps=(1, 1), **kwargs
+    ):
         super().__init__(*args, **kwargs)
         self.global_mean = global_mean
         self.trace_folder, self.trace_steps = trace_folder, trace_steps
@@ -165,7 +167,9 @@ def pipeline(model: nn.Module, parallel_dims, job_config, device, model_args, pa
     mesh = parallel_dims.get_mesh("pp")
     # torchtitan places stages by the schedule's name: in a loop, or down the ranks and up again.
     looped = placement(job_config) == loop_placement(mesh.size(), count)
-    torch_stages, parts = pipeline_module_split(model, mesh, "Interleaved1F1B" if looped else V_SCHEDULE, device, names)
+    torch_stages, parts = pipeline_module_split(
+        model, mesh, "Interleaved1F1B" if looped else V_SCHEDULE, device, names
+    )
     # Only FSDP2 computes in another dtype than the parameters': torchtitan has no autocast beside pipelining.
     mixed = parallel_dims.fsdp_enabled or mixed_precision_alone(job_config)
     dtype = training.mixed_precision_param if mixed else training.dtype

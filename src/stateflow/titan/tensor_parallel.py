@@ -184,13 +184,8 @@ def _distribute(module: nn.Module, name: str, placement, mesh: DeviceMesh) -> No
 
 
 def shard(
-    module: nn.Module,
-    sharding: dict[str, str],
-    mesh: DeviceMesh,
-    *,
-    groups: HeadGroups | None = None,
-    partial: bool = True,
-    tokens: bool = False,
+    module: nn.Module, sharding: dict[str, str], mesh: DeviceMesh, *, groups: HeadGroups | None = None,
+    partial: bool = True, tokens: bool = False,
 ) -> None:
     """Makes `module`'s parameters DTensors as `sharding` (name -> a kind of `Mixer.sharding`) says.
 

@@ -63,7 +63,9 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     if choice == BYTES:
         return ByteTokenizer()
     if not isinstance(choice, str) or not choice:
-        raise ValueError(f'stateflow.tokenizer is {choice!r}; set it to "{BYTES}" or a path to {_TOKENIZER_FILE}')
+        raise ValueError(
+            f'stateflow.tokenizer is {choice!r}; set it to "{BYTES}" or a path to {_TOKENIZER_FILE}'
+        )
 
     path = Path(choice).expanduser()
     if not path.exists():

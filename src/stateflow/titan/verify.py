@@ -61,13 +61,7 @@ def _relative(value: float, reference: float) -> float:
 
 # ------------------------------------------------------------------ the calling process
 def run(
-    titan_args: Sequence[str],
-    *,
-    nproc: int,
-    steps: int,
-    dtype: str,
-    tolerance: float,
-    plant: str | None,
+    titan_args: Sequence[str], *, nproc: int, steps: int, dtype: str, tolerance: float, plant: str | None,
     json_path: Path | None,
 ) -> int:
     """Starts the workers, prints the table, and returns 0 only if every figure is within ``tolerance``."""
@@ -76,20 +70,12 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         options = {"steps": steps, "dtype": dtype, "plant": plant, "result": str(Path(folder) / "result.json")}
         env = {
-            **os.environ,
-            "STATEFLOW_VERIFY": json.dumps(options),
-            "PYTHONUNBUFFERED": "1",
+            **os.environ, "STATEFLOW_VERIFY": json.dumps(options), "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
         command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={nproc}",
-            "-m",
-            "stateflow.titan.verify",
-            *titan_args,
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
+            "-m", "stateflow.titan.verify", *titan_args,
         ]
         log = Path(folder) / "log"
         with log.open("w") as stream:
@@ -121,24 +107,10 @@ def run(
 def table(comparisons: Sequence[StepComparison]) -> str:
     rows = [("step", "quantity", "pipeline", "reference", "difference")]
     for c in comparisons:
-        rows.append(
-            (
-                str(c.step),
-                "loss",
-                f"{c.loss:.12g}",
-                f"{c.reference_loss:.12g}",
-                f"{_relative(c.loss, c.reference_loss):.1e}",
-            )
-        )
-        rows.append(
-            (
-                "",
-                "gradient norm",
-                f"{c.grad_norm:.12g}",
-                f"{c.reference_grad_norm:.12g}",
-                f"{_relative(c.grad_norm, c.reference_grad_norm):.1e}",
-            )
-        )
+        rows.append((str(c.step), "loss", f"{c.loss:.12g}", f"{c.reference_loss:.12g}",
+                     f"{_relative(c.loss, c.reference_loss):.1e}"))
+        rows.append(("", "gradient norm", f"{c.grad_norm:.12g}", f"{c.reference_grad_norm:.12g}",
+                     f"{_relative(c.grad_norm, c.reference_grad_norm):.1e}"))
         rows.append(("", f"worst of {c.num_parameters} gradients", c.worst_parameter, "", f"{c.worst_difference:.1e}"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
