@@ -132,7 +132,7 @@ def simulate_cell(scenario) -> dict:
 def measure_cell(options: argparse.Namespace, scenario, arguments: Sequence[str]) -> dict:
     """Trains a few steps under torchrun and takes the traced steps."""
     from stateflow.cli import world_size
-    from stateflow.commands.plan_measured import train_for_a_trace
+    from stateflow.commands.plan_verify import train_for_a_trace
 
     job = scenario.job
     with tempfile.TemporaryDirectory() as folder:
