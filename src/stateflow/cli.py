@@ -141,25 +141,30 @@ def _parser_complaint(box: str) -> str:
             break
         said.append(line)
     text = " ".join(said) or "the overrides cannot be parsed"
-    unknown = re.match(r"Unrecognized options: (--[\w.-]+)", text)
+    unknown = re.match(r"Unrecognized options: (\S+?),?(?:\s|$)", text)
     if unknown is None:
         return text
-    near = difflib.get_close_matches(unknown[1].replace("_", "-"), _option_names(), n=1, cutoff=0.7)
-    hint = f"; did you mean {near[0]}?" if near else "; every key of the config is --section.key VALUE"
-    return f"unknown option {unknown[1]}{hint}"
+    option = unknown[1].partition("=")[0]
+    section, _, key = option.rpartition(".")
+    if not option.startswith("--"):
+        return f"{option!r} is no option; a flag takes no value: --section.key for true, --section.no-key for false"
+    near = difflib.get_close_matches(key.replace("_", "-"), _option_names(section), n=1)
+    hint = f"; did you mean {section}.{near[0]}?" if near else "; every key of the config is --section.key VALUE"
+    return f"unknown option {option}{hint}"
 
 
-def _option_names() -> list[str]:
-    """--section.key for every key of torchtitan's sections and of [stateflow]."""
+def _option_names(section: str) -> list[str]:
+    """The keys of a section, "--training" or "--stateflow.model", as the override parser spells them."""
     from torchtitan.config import JobConfig
 
     from stateflow.titan.config import JobConfig as Ours
 
-    names = []
-    for config in (JobConfig(), Ours()):
-        for section, keys in vars(config).items():
-            names += [f"--{section}.{key}".replace("_", "-") for key in vars(keys)]
-    return names
+    for place in (Ours(), JobConfig()):
+        for name in section.removeprefix("--").split("."):
+            place = getattr(place, name, None)
+        if place is not None:
+            return [key.replace("_", "-") for key in vars(place)]
+    return []
 
 
 def _type_complaint(warning: str) -> str | None:

@@ -30,11 +30,15 @@ def register(commands) -> None:
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    from stateflow.titan.planning import parts_without_layers
+
     scenario = read_scenario(options, overrides)
     if scenario.job.num_ranks == 1:
         raise ValueError(
             "[parallelism] pipeline_parallel_degree = 1 has no pipeline to plan; give --ranks P, or set the degree"
         )
+    if not options.json and (remark := parts_without_layers(scenario.job)) is not None:
+        print(f"note: {remark}")
     if options.analytic:
         return _analytic(options, scenario)
     if options.json:

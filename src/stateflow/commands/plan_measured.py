@@ -18,6 +18,7 @@ from stateflow.planning.devices import DEVICES, GIB, Device, device_named
 SHOWN = 8  # candidates printed and kept in the plan file
 # Shares of --time-budget after which measuring and searching end, so that something is left to verify by.
 MEASURING, SEARCHING = 0.6, 0.75
+NEAR = 1.15  # times the fastest by rough profiles, within which a variant is measured more closely
 
 
 def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str]) -> int:
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
         print(f"not searched: {line}")
     stages = open_stages(options, scenario, overrides, device)
     try:
-        profiled = Profiler(config, stages, cache, budget).run(chosen_variants)
+        profiled = Profiler(config, stages, cache, budget).run(chosen_variants, promising(entry, limit, budget))
     finally:
         stages.close()
     entries, fit = [], []
@@ -153,33 +154,68 @@ def open_stages(options: argparse.Namespace, scenario: Scenario, overrides: Sequ
     return TensorParallelStages(arguments, degree, device.type)
 
 
-class Profiler:
-    """Measures all kinds of stages of some variants, the coarse points of the first variant before anything else.
+def promising(entry: Device, limit: float, budget):
+    """What says which variants deserve more points: the first, and those that rough profiles put near the fastest."""
+    from stateflow.planning.search import Measured, search
 
-    Those may take the whole ``budget``, without which there would be no plan at all; the others their share of it.
+    def choose(variants, rough) -> list[int]:
+        best = {}
+        for number, (variant, profiles) in enumerate(zip(variants, rough, strict=True)):
+            if profiles is not None:
+                measured = Measured(variant.job, entry, limit).use(profiles)
+                found = search([(measured, variant.policies)], budget=budget.share(MEASURING))
+                best[number] = min((c.step_time for c in found.candidates if c.fits), default=float("inf"))
+        fastest = min(best.values())
+        return [number for number, seconds in best.items() if number == 0 or seconds <= NEAR * fastest]
+
+    return choose
+
+
+class Profiler:
+    """Measures all kinds of stages of some variants: a few points first, the rest where it may matter.
+
+    The few of the first variant may take the whole ``budget``, without which there would be no plan at all; all others
+    their share of it.
     """
 
     def __init__(self, config, stages, cache, budget):
         self.config, self.stages, self.cache, self.budget = config, stages, cache, budget
         self.done = self.total = 0
+        self.counted: dict[str, int] = {}  # points of a kind of stage that ``done`` holds already
 
-    def run(self, variants) -> list[list | None]:
-        """For each variant a profile a stage; None where the time was over."""
+    def run(self, variants, promising) -> list[list | None]:
+        """For each variant a profile a stage; None where the time was over.
+
+        ``promising`` takes the variants and such a list, and gives the numbers of those to measure more closely.
+        """
         from stateflow.planning.profile import coarse
 
         kinds = [self.kinds(variant) for variant in variants]
-        self.total = sum(len(fitted) + len(held) for of in kinds for _, _, (fitted, held) in dict(of).values())
-        for _, (key, measure, (fitted, _)) in dict(kinds[0]).items():
-            self.profile(key, measure, (coarse(fitted), []), self.budget)
-        self.done = 0
+        few = [{same: (key, run, (coarse(wanted[0]), [])) for same, (key, run, wanted) in of} for of in kinds]
+        self.total = sum(len(wanted[0]) for of in few for _, _, wanted in of.values())
         found = []
-        for of in kinds:
-            profiles = {same: self.profile(*kind, self.budget.share(MEASURING)) for same, kind in dict(of).items()}
-            usable = all(profile.usable for profile in profiles.values())
-            found.append([profiles[same] for same, _ in of] if usable else None)
+        for number, of in enumerate(few):
+            budget = self.budget.share(MEASURING) if number else self.budget
+            found.append({same: self.profile(*kind, budget) for same, kind in of.items()})
+        usable = [all(profile.usable for profile in profiles.values()) for profiles in found]
+        rough = [
+            [profiles[same] for same, _ in of] if good else None
+            for profiles, of, good in zip(found, kinds, usable, strict=True)
+        ]
+        closer = promising(variants, rough) if any(usable) else []
+        more = [dict(kinds[number]) for number in closer]
+        self.total += sum(
+            len(fitted) - len(coarse(fitted)) + len(held) for of in more for _, _, (fitted, held) in of.values()
+        )
+        for number, of in zip(closer, more, strict=True):
+            for same, kind in of.items():
+                found[number][same] = self.profile(*kind, self.budget.share(MEASURING))
         if sys.stderr.isatty():
             print(file=sys.stderr)
-        return found
+        return [
+            [profiles[same] for same, _ in of] if good else None
+            for profiles, of, good in zip(found, kinds, usable, strict=True)
+        ]
 
     def kinds(self, variant) -> list[tuple]:
         """For each stage (what stages of the same cost agree in, (key of the cache, measure, points))."""
@@ -210,13 +246,14 @@ class Profiler:
     def profile(self, key: str, measure, wanted, budget):
         from stateflow.planning.profile import profile_stage
 
-        before = self.done
+        missing = [point for points in wanted for point in points if self.cache.get(key, *point) is None]
+        self.done += len(wanted[0]) + len(wanted[1]) - len(missing) - self.counted.get(key, 0)
         profile = profile_stage(measure, key, self.cache, wanted, budget, self.progress)
-        self.done = before + len(wanted[0]) + len(wanted[1])
+        self.counted[key] = len(wanted[0])
         return profile
 
     def progress(self, text: str) -> None:
-        self.done += 1
+        self.done += "once more" not in text
         share = min(1.0, self.done / max(1, self.total))
         bar = "#" * round(20 * share) + "." * (20 - round(20 * share))
         end = "\r" if sys.stderr.isatty() else "\n"

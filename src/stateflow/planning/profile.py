@@ -275,9 +275,9 @@ def _round(length: int, multiple: int) -> int:
 
 
 def coarse(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The first of ``points_to_measure``'s, up to the end of the second length: the least to interpolate."""
+    """The first of ``points_to_measure``'s, up to the end of the second length, and the whole sequence."""
     lengths = list(dict.fromkeys(length for _, length in points))
-    return [point for point in points if point[1] in lengths[:2]]
+    return [point for point in points if point[1] in (*lengths[:2], max(lengths))]
 
 
 class Cache:

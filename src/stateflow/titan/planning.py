@@ -75,6 +75,20 @@ def part_names(job_config, count: int | None = None) -> list[list[str]]:
     )
 
 
+def parts_without_layers(job: Job) -> str | None:
+    """A remark on stages that hold no layer, whose ranks are all but idle, with what gives them one; else None."""
+    bare = [stage for stage, part in enumerate(job.parts) if not any(name.startswith("layers.") for name in part)]
+    if not bare:
+        return None
+    held = "; ".join(f"stage {stage} holds no layer but {' and '.join(job.parts[stage]) or 'nothing'}" for stage in bare)
+    if len(job.parts) > job.model.num_layers:
+        return f"{held}: there are {job.model.num_layers} layers for {len(job.parts)} stages, take fewer"
+    return (
+        f"{held}: [parallelism] pipeline_parallel_first_stage_less_layers = 0 and "
+        "pipeline_parallel_last_stage_less_layers = 0 would share out the layers alone"
+    )
+
+
 def stage_module(
     job_config, job: Job, part: Sequence[str], device: torch.device, tp_mesh: DeviceMesh | None = None
 ) -> nn.Module:
