@@ -169,8 +169,8 @@ def _option_names(section: str) -> list[str]:
 
 def _type_complaint(warning: str) -> str | None:
     """The parser's warning of a type as one line; None for other warnings, and for a whole number as a fraction."""
-    found = re.search(r"field `([\w.]+)` is annotated with type `(.*?)`, but the default value `(.*?)` has type `(.*?)`",
-                      " ".join(warning.split()))  # fmt: skip
+    pattern = r"field `([\w.]+)` is annotated with type `(.*?)`, but the default value `(.*?)` has type `(.*?)`"
+    found = re.search(pattern, " ".join(warning.split()))
     if found is None:
         return None
     key, wanted, value, has = found.groups()

@@ -270,11 +270,41 @@ def test_a_plan_is_searched_verified_written_and_used(tmp_path, capsys):
     assert main(["simulate", *use, "--stateflow.num-chunks=None", "--json"]) == 0
     assert f'"policy": "{found.policy}"' in capsys.readouterr().out
     for extra, message in (
-        ([], "already says where to cut: drop num_chunks = 4, or the plan (on the command line: --stateflow.num-chunks None"),
-        (["--stateflow.num-chunks=None", "--stateflow.model.dim=64"], "was made for another model; or make one for this"),
+        ([], "drop num_chunks = 4, or the plan (on the command line: --stateflow.num-chunks None"),
+        (["--stateflow.num-chunks=None", "--stateflow.model.dim=64"], "was made for another model; or make one for"),
         (["--stateflow.num-chunks=None", "--training.local_batch_size=4", "--validation.local_batch_size=4"],
          "was made for microbatches = 2, the run has 4"),
         (["--stateflow.num-chunks=None", "--activation_checkpoint.mode=full"], "was made for recompute = none"),
     ):  # fmt: skip
         assert main(["simulate", *use, *extra]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("constant", "quadratic"), [(0.0, 0.0), (20.0, 0.0), (5.0, 2e-3), (60.0, 2e-3), (400.0, 1e-3)])
+def test_the_choice_is_within_two_percent_of_an_exhaustive_grid(constant, quadratic):
+    """Launch-bound up to a corner that no measured point meets, then linear and quadratic; the grid runs the truth."""
+    job = make_job(num_ranks=2, num_microbatches=3, seq_len=1024)
+    entry = dataclasses.replace(DEVICES["cpu"], link_latency=0, link_bandwidth=float("inf"))
+
+    def truth(start, length):
+        return max(constant, length + quadratic * length * (start + length / 2))
+
+    points, _ = points_to_measure(1024, 16, reads_prefix=True)
+    profile = StageProfile(tuple(Point(s, n, truth(s, n), 2 * truth(s, n)) for s, n in points), ())
+    measured = Measured(job, entry).use([profile] * 2)
+
+    def really(policy, plan):
+        def seconds(action):
+            start, stop = plan.span(action.chunk)
+            return (1 if action.kind is Kind.F else 2) * truth(start, stop - start)
+
+        return simulate(measured.schedule(policy, plan.num_chunks), seconds).step_time
+
+    chosen = search([(measured, ["1f1b", "gpipe"])]).candidates[0]
+    grid = [
+        really(policy, job.plan(n, skew))
+        for policy in ("1f1b", "gpipe")
+        for n in (1, 2, 4, 6, 8, 16, 32)
+        for skew in (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
+    ]
+    assert really(chosen.policy, chosen.plan) <= 1.02 * min(grid)

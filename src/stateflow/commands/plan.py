@@ -23,7 +23,7 @@ def register(commands) -> None:
     measured.add_argument("--verify", type=int, default=3, metavar="K", help="really run the best K (default 3)")
     measured.add_argument("--policies", nargs="+", metavar="POLICY", help="orders to search; default: all")
     measured.add_argument(
-        "--check-grid", action="store_true", help="also measure a small grid, and fail if its best beats the plan by 2 %%"
+        "--check-grid", action="store_true", help="also measure a small grid; fails if its best beats the plan by 2 %%"
     )
     measured.add_argument("--recompute", nargs="+", choices=RECOMPUTE_MODES, help="modes to search; the config's")
     parser.set_defaults(run=run)

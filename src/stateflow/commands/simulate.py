@@ -26,7 +26,6 @@ def register(commands) -> None:
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
     from stateflow.pipeline.simulator import lost_time, simulate
-
     from stateflow.titan.planning import parts_without_layers
 
     scenario = read_scenario(options, overrides)

@@ -149,9 +149,8 @@ def search(
     found, times = Found(), []
     for at, (least, _, measured, policy, plan, skew) in enumerate(waiting if whole is None else [whole, *waiting]):
         if len(times) >= KEPT and least > times[KEPT - 1]:
-            if at > 0:
-                found.too_slow += 1
-                continue
+            found.too_slow += 1
+            continue
         if budget.spent and at > 1:
             found.left_out += 1
             continue

@@ -8,8 +8,8 @@ from stateflow.chunks import ChunkPlan
 from stateflow.pipeline.checker import check_schedule
 from stateflow.pipeline.policies import POLICIES, build_schedule, check_options, loop_placement, v_placement
 from stateflow.pipeline.schedule import Schedule, ScheduleError
-from stateflow.titan.config import _expect as expect
 from stateflow.titan.config import DEFAULT_POLICY, make_plan, num_stages, policy, weight_lag
+from stateflow.titan.config import _expect as expect
 
 V_SCHEDULE = "ZBVZeroBubble"  # torchtitan's name for down the ranks and up again
 

@@ -80,7 +80,8 @@ def parts_without_layers(job: Job) -> str | None:
     bare = [stage for stage, part in enumerate(job.parts) if not any(name.startswith("layers.") for name in part)]
     if not bare:
         return None
-    held = "; ".join(f"stage {stage} holds no layer but {' and '.join(job.parts[stage]) or 'nothing'}" for stage in bare)
+    names = {stage: " and ".join(job.parts[stage]) or "nothing" for stage in bare}
+    held = "; ".join(f"stage {stage} holds no layer but {name}" for stage, name in names.items())
     if len(job.parts) > job.model.num_layers:
         return f"{held}: there are {job.model.num_layers} layers for {len(job.parts)} stages, take fewer"
     return (
