@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from stateflow.cli import main
-from stateflow.commands import plan_measured
+from stateflow.commands import plan_measured, plan_verify, titan_arguments
 from stateflow.pipeline.policies import POLICIES
 from stateflow.pipeline.schedule import Kind
 from stateflow.pipeline.split import split_model
 from stateflow.planning.plan_file import PlanFile, write_plan
 from stateflow.planning.profile import Point, StageProfile, measure
+from stateflow.planning.stage_runner import TensorParallelStages
 from stateflow.planning.variants import variants
 from stateflow.titan.config import make_plan, num_stages, plan_target, policy, weight_lag
 from stateflow.titan.order import make_schedule
@@ -131,20 +132,32 @@ def test_what_a_search_cannot_do_is_refused(tmp_path, capsys, monkeypatch):
         plan_measured.refuse(type("Options", (), {"device": None}), scenario)
 
 
-@pytest.mark.processes
-def test_tensor_parallel_stages_are_measured_and_checked_against_a_grid(tmp_path, capsys):
-    """Two processes hold two halves of the heads; four would run it, so a grid is measured chunk by chunk."""
-    from stateflow.commands import plan_verify
-
-    tiny = ["--model.flavor=tiny", "--training.seq_len=64", "--validation.seq_len=64", "--stateflow.chunk_multiple=16"]
-    call = ["plan", DEMO, *tiny, f"--job.dump_folder={tmp_path}", "--parallelism.tensor_parallel_degree=2"]
-    plan_verify.devices_missing, kept = lambda scenario: "the run needs 4 GPUs, here are 2", plan_verify.devices_missing
-    try:
-        status = main([*call, "--policies", "1f1b", "zero_bubble", "--check-grid"])
-    finally:
-        plan_verify.devices_missing = kept
-    said = capsys.readouterr()
-    assert status in (0, 1) and "PP2 x TP2" in said.out and "fit: worst error" in said.out
-    assert "weight gradients" in said.out and "chunks measured one by one" in said.out
-    assert "best of the grid:" in said.out and "within 2%" in said.out
+def test_the_choice_beside_a_grid_whose_chunks_are_measured(tmp_path, capsys, monkeypatch):
+    """As on a machine with too few devices for the run."""
+    for module in (plan_verify, plan_measured):
+        monkeypatch.setattr(module, "devices_missing", lambda scenario: "the run needs 2 GPUs, here is 1")
+    tiny = ["--model.flavor=tiny", "--training.seq_len=32", "--validation.seq_len=32", "--stateflow.chunk_multiple=16"]
+    tiny.append("--stateflow.num-chunks=2")
+    status = main(["plan", DEMO, *tiny, f"--job.dump_folder={tmp_path}", "--policies", "zero_bubble", "--check-grid"])
+    said = capsys.readouterr().out
+    assert "not verified: the run needs 2 GPUs, here is 1" in said
+    assert "chunks of 2 plans measured one by one, their order simulated" in said
+    assert "best of a grid of 2" in said and (status == 0) == ("NOT within" not in said)
     assert (tmp_path / "plan.toml").exists()
+
+
+@pytest.mark.processes
+def test_tensor_parallel_stages_are_measured_by_their_ranks():
+    """Two processes hold two halves of the heads; a rank that fails is an error, not a hang."""
+    arguments = titan_arguments(Path(DEMO), ["--model.flavor=tiny", "--parallelism.tensor_parallel_degree=2"])
+    job = make_job(tensor_parallel=2)
+    stages = TensorParallelStages(arguments, 2, "cpu")
+    try:
+        whole = stages.measure(job, job.parts[1], False, 32, 16)
+        halves = stages.measure(job, job.parts[0], True, 0, 32)
+        assert min(whole.forward, whole.backward) > 0 and whole.weight is None and not whole.failed
+        assert min(halves.forward, halves.backward, halves.weight) > 0
+        with pytest.raises(RuntimeError, match="a rank that measures a tensor-parallel stage failed: .*Error"):
+            stages.measure(job, ("layers.0", "no.such"), False, -1, 16)
+    finally:
+        stages.close()

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stateflow.commands import Scenario, titan_arguments
-from stateflow.commands.plan_verify import check_grid, verify
+from stateflow.commands.plan_verify import (
+    check_grid,
+    chunk_by_chunk,
+    devices_missing,
+    grid_cells,
+    to_verify,
+    verify,
+)
 from stateflow.planning.devices import DEVICES, GIB, Device, device_named
 
 SHOWN = 8  # candidates printed and kept in the plan file
@@ -80,16 +87,27 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
     if whole is not None:
         print(f"{describe(whole)}  (whole sequences)")
 
-    times = verify(options, scenario, overrides, fitting, whole, budget)
-    chosen = min(times, key=times.__getitem__) if times else fitting[0]
+    chosen_few = to_verify(fitting, whole, options.verify)
+    cells = []
+    if options.check_grid:
+        own = next(
+            one for one, policies in entries
+            if fitting[0].policy in policies and one.job.recompute == fitting[0].recompute
+            and one.job.stages_per_rank == fitting[0].stages_per_rank
+        )  # fmt: skip
+        cells = grid_cells(scenario, own, fitting[0].policy, candidates)
+    runs = list(dict.fromkeys([*chosen_few, *(fitting[:1] if cells else []), *cells]))
+    times = verify(options, scenario, overrides, runs, budget)
+    tried = {c: times[c] for c in chosen_few if c in times}
+    chosen = min(tried, key=tried.__getitem__) if tried else fitting[0]
     print("\n" + verdict(chosen, whole, times))
     write(out, scenario, chosen, candidates, whole, times, entry, worst)
     print(f"plan file {out}; use it with\n  {use_text(options, scenario, chosen, out)}")
-    if options.check_grid:
-        own = next(one for one, policies in entries if chosen.policy in policies and one.job.recompute
-                   == chosen.recompute and one.job.stages_per_rank == chosen.stages_per_rank)  # fmt: skip
-        return check_grid(options, scenario, overrides, own, chosen, device)
-    return 0
+    if not options.check_grid:
+        return 0
+    if not times and devices_missing(scenario):
+        times = chunk_by_chunk(options, scenario, overrides, own, list(dict.fromkeys([chosen, *cells])), device)
+    return check_grid(chosen, cells, times)
 
 
 def refuse(options: argparse.Namespace, scenario: Scenario) -> None:

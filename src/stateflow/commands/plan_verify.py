@@ -72,21 +72,14 @@ def run_candidates(options, scenario: Scenario, overrides, candidates: Sequence,
     return {c: outcome.trace.median_step().step_time for c, outcome in ran if outcome.trace is not None}
 
 
-def verify(options, scenario: Scenario, overrides, fitting, whole, budget) -> dict:
-    """Measured step time of the best few and of whole sequences, by really training a few steps: {candidate: s}."""
-    if options.verify == 0:
-        return {}
+def verify(options, scenario: Scenario, overrides, chosen: Sequence, budget) -> dict:
+    """Measured step time of candidates by really training a few steps, in one launch: {candidate: s}."""
     missing = devices_missing(scenario)
-    if missing:
-        print(f"\nnot verified: {missing}")
+    if missing or budget.spent or not chosen:
+        if options.verify:
+            print(f"\nnot verified: {missing or 'the time budget is spent'}")
         return {}
-    if budget.spent:
-        print("\nnot verified: the time budget is spent")
-        return {}
-    chosen = fitting[: options.verify]
-    if whole is not None and whole.fits and whole not in chosen:
-        chosen.append(whole)
-    print("\nverified by running them:", flush=True)
+    print(f"\n{len(chosen)} plans run one after the other:", flush=True)
     seen = []
 
     def report(candidate, outcome) -> None:
@@ -100,6 +93,14 @@ def verify(options, scenario: Scenario, overrides, fitting, whole, budget) -> di
     return times
 
 
+def to_verify(fitting: Sequence, whole, count: int) -> list:
+    """The best ``count`` and whole sequences."""
+    chosen = list(fitting[:count])
+    if count and whole is not None and whole.fits and whole not in chosen:
+        chosen.append(whole)
+    return chosen
+
+
 def outcome_text(candidate, outcome) -> str:
     if outcome.trace is None:
         return f"  failed     {candidate.name}: {outcome.trouble}"
@@ -109,51 +110,48 @@ def outcome_text(candidate, outcome) -> str:
 
 
 # ---- the choice against a grid
-def check_grid(options, scenario: Scenario, overrides, measured, chosen, device) -> int:
-    """Runs GRID_CHUNKS x GRID_SKEWS and the chosen plan; 0 if that is within WITHIN of the fastest of the grid.
-
-    Where the machine has too few devices, each chunk of each plan is measured itself on this one, and the order of the
-    units is simulated on these figures.
-    """
-    grid = {}
+def grid_cells(scenario: Scenario, measured, policy: str, known: Sequence) -> list:
+    """The candidates of GRID_CHUNKS x GRID_SKEWS under a policy that fit; those in ``known`` are taken from there."""
+    cells = {}
     for n in GRID_CHUNKS:
         for skew in GRID_SKEWS if n > 1 else (0.0,):
             try:
                 plan = scenario.job.plan(n, skew)
             except ValueError:
                 continue  # the rounding leaves a chunk empty
-            grid.setdefault(plan.boundaries, measured.candidate(plan, chosen.policy, skew))
-    cells = [candidate for candidate in grid.values() if candidate.fits]
-    same = next((c for c in cells if c.plan.boundaries == chosen.plan.boundaries), None)
-    candidates = [*cells] if same else [chosen, *cells]
-    missing = devices_missing(scenario)
-    if missing:
-        print(f"\ngrid of {len(cells)} plans, {missing}: chunks measured one by one, their order simulated", flush=True)
-        times = chunk_by_chunk(options, scenario, overrides, measured, candidates, device)
-    else:
-        print(f"\ngrid of {len(cells)} plans, run one after the other:", flush=True)
-        times = run_candidates(
-            options, scenario, overrides, candidates, None, lambda c, outcome: print(outcome_text(c, outcome)),
-        )  # fmt: skip
-    ran = [c for c in cells if c in times]
-    mine = times.get(same or chosen)
-    if not ran or mine is None:
-        print("the grid could not be measured")
+            if plan.boundaries not in cells:
+                cells[plan.boundaries] = measured.candidate(plan, policy, skew)
+
+    def facts(c) -> tuple:
+        return c.policy, c.stages_per_rank, c.recompute, c.plan.boundaries
+
+    at = {facts(c): c for c in known}
+    return [at.get(facts(cell), cell) for cell in cells.values() if cell.fits]
+
+
+def check_grid(chosen, cells: Sequence, times: dict) -> int:
+    """Prints the chosen plan beside the fastest of the grid; 0 if it is within WITHIN of that, 1 if not."""
+    ran = [cell for cell in cells if cell in times]
+    if not ran or chosen not in times:
+        print("\nthe grid was not measured: nothing to compare the chosen plan with")
         return 1
     best = min(ran, key=times.__getitem__)
-    away = mine / times[best] - 1
+    away = times[chosen] / times[best] - 1
     verdict = "within" if away <= WITHIN else "NOT within"
     errors = [abs(c.step_time / times[c] - 1) for c in times]
     print(
-        f"best of the grid: {best.name}, {times[best]:.4g} s\nchosen:           {chosen.name}, {mine:.4g} s, "
-        f"{away:+.1%}: {verdict} {WITHIN:.0%}\npredictions are off by {statistics.median(errors):.1%} in the median, "
-        f"{max(errors):.1%} at most"
+        f"\nbest of a grid of {len(ran)}: {times[best]:.4g} s, {best.name}\nchosen:            {times[chosen]:.4g} s, "
+        f"{chosen.name}\nthat is {away:+.1%}, {verdict} {WITHIN:.0%}; predictions are off by "
+        f"{statistics.median(errors):.1%} in the median, {max(errors):.1%} at most"
     )
     return 0 if away <= WITHIN else 1
 
 
 def chunk_by_chunk(options, scenario: Scenario, overrides, measured, candidates: Sequence, device) -> dict:
-    """{candidate: s} with the cost of every chunk measured, not interpolated."""
+    """{candidate: s} with the cost of every chunk measured, not interpolated, and the order of the units simulated.
+
+    For machines with too few devices to run the plans.
+    """
     from stateflow.commands.plan_measured import open_stages
     from stateflow.pipeline.schedule import Kind
     from stateflow.pipeline.simulator import simulate
@@ -162,6 +160,7 @@ def chunk_by_chunk(options, scenario: Scenario, overrides, measured, candidates:
     split = Kind.W in measured.surfaces[0]
     layers = job.model.layer_kinds()
     known: dict[tuple, object] = {}
+    print(f"\nchunks of {len(candidates)} plans measured one by one, their order simulated:", flush=True)
     stages = open_stages(options, scenario, overrides, device)
     chunks = sorted({c.plan.span(i) for c in candidates for i in range(c.plan.num_chunks)})
     kinds = []
