@@ -134,12 +134,13 @@ def parse_config(titan_args: Sequence[str]):
 
 def _parser_complaint(box: str) -> str:
     """What the override parser says in a box, as one line: its first paragraph and the nearest option that exists."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in box.splitlines()]
-    said = []
-    for line in lines[1:]:
-        if not line:  # a rule: what follows is help
+    lines = [line.strip("│| ") for line in box.splitlines()]
+    said: list[str] = []
+    for line in list(filter(None, lines))[1:]:  # after the title
+        if line.strip("─-+╭╮╰╯ "):
+            said.append(line)
+        elif said:  # a rule: what follows is help
             break
-        said.append(line)
     text = " ".join(said) or "the overrides cannot be parsed"
     unknown = re.match(r"Unrecognized options: (\S+?),?(?:\s|$)", text)
     if unknown is None:

@@ -104,10 +104,6 @@ def run_cell(options: argparse.Namespace, overrides: Sequence[str], cell: dict[s
         return measure_cell(options, scenario, arguments)
     except ValueError as error:
         return {"status": "refused", "reason": str(error)}
-    except SystemExit as leaving:
-        if leaving.code != 2:  # not torchtitan's parser, which has said why on the screen
-            raise
-        return {"status": "refused", "reason": f"{cell} cannot be parsed as torchtitan overrides"}
 
 
 def simulate_cell(scenario) -> dict:
