@@ -64,7 +64,7 @@ def test_halves_of_the_backward_add_up_to_about_the_whole():
 def test_the_choice_against_a_measured_grid(tmp_path, capsys):
     """On one GPU every chunk is measured and the order simulated; on two the plans train."""
     call = ["plan", TWO_GPUS, *SMALL, f"--job.dump_folder={tmp_path}", "--policies", "1f1b", "zero_bubble"]
-    status = main([*call, "--verify", "1", "--check-grid"])
+    status = main([*call, "--verify", "3", "--check-grid"])
     said = capsys.readouterr().out
     with capsys.disabled():
         print("\n" + said)

@@ -79,7 +79,7 @@ def verify(options, scenario: Scenario, overrides, chosen: Sequence, budget) -> 
         if options.verify:
             print(f"\nnot verified: {missing or 'the time budget is spent'}")
         return {}
-    print(f"\n{len(chosen)} plans run one after the other:", flush=True)
+    print(f"\nplans run one after the other, {len(chosen)} of them:", flush=True)
     seen = []
 
     def report(candidate, outcome) -> None:
