@@ -256,7 +256,7 @@ def report_rows() -> list[dict]:
     plan = to_json(SUBJECT.contestants(OURS, SHAPE, CPU)[0].plan)
     sizes = dict(heads=20, tokens=8192, k_dim=128, v_dim=128)
     common = dict(kind="time", **sizes, errors={"o": 1e-3}, versions={"triton": "3.6.0"})
-    slow = FIGURES | {"backward": Timing(5.0, 5.0, 5.0, 15).json()}
+    slow = FIGURES | {"backward": Timing(5.0, 5.0, 5.0, 15).json(), "backward_device": Timing(3.0, 3.0, 3.0, 15).json()}
     return [
         {**common, **FIGURES, "contestant": OURS, "plan": plan, "tuned": True},
         {**common, **slow, "contestant": SERIAL, "plan": plan, "tuned": True},
@@ -273,7 +273,8 @@ def test_the_report():
     text = render(report_rows())
     assert "| 20 | 8,192 | 128 x 128 | 1.000 / 2.000* | 1.000 / 5.000* | 0.50 |  |" in text
     assert "| 20 | 4,096 | 128 x 128 | 1.000 / 2.000* |  |  | not tuned |" in text
-    assert "| 2.00x |" in text, "the gain of overlap: the serial plan's time by the plan's"
+    assert "| 0.900 / 1.000 | 0.900 / 3.000 | 0.49 |  |" in text, "the device alone"
+    assert "| 2.05x |" in text, "the gain of overlap: the serial plan's time by the plan's"
     assert "* ours; ours, serial; flashqla: triton 3.6.0\n* fla: triton 3.7.1" in text
     assert "| ST, BV 16 | ST, BV 64 |" in text and "| 0.500 | failed |" in text
     assert "* flashqla, 20 heads of 128 x 128: out of memory (8,192 tokens)" in text

@@ -39,10 +39,10 @@ def _against_ourselves(timed: dict[Key, Found]) -> str:
     lines = []
     for key, found in timed.items():
         ours = found.get(OURS)
-        gains = [report.ratio(found.get(name), ours) for name in (SERIAL, SERIAL_64)]
-        times = [report.times(found.get(name)) for name in names]
+        gains = [report.ratio(found.get(name), ours, "_device") for name in (SERIAL, SERIAL_64)]
+        times = [report.times(found.get(name), "_device") for name in names]
         lines.append([*report.shape_cells(key), *times, *(f"{gain}x" if gain else "" for gain in gains)])
-    return f"Ours with other plans, forward / backward in ms.\n\n{markdown_table(columns, lines)}"
+    return f"Ours with other plans, forward / backward in ms on the device alone.\n\n{markdown_table(columns, lines)}"
 
 
 def _walks(rows: Sequence[dict]) -> str:
@@ -60,17 +60,22 @@ def _walks(rows: Sequence[dict]) -> str:
     return f"ST and STB alone in ms, by columns of V a program takes.\n\n{markdown_table(columns, lines)}"
 
 
+def _tile(tile: dict) -> str:
+    sizes = "/".join(str(tile[name]) for name in ("block_v", "num_warps", "num_stages"))
+    return sizes + ("s" if tile.get("specialized") else "")
+
+
 def _plans(timed: dict[Key, Found]) -> str:
     lines = []
     for key, found in timed.items():
         if OURS in found:
             plan = found[OURS]["plan"]
-            tiles = ["/".join(map(str, tile.values())) for tile in plan.values() if isinstance(tile, dict)]
+            tiles = [_tile(tile) for tile in plan.values() if isinstance(tile, dict)]
             overlap = f"{plan['cuts']} {plan['backward_cuts']} {'on' if plan['overlap_backward'] else 'off'}"
             lines.append([*report.shape_cells(key), ", ".join(tiles), overlap])
     if not lines:
         return ""
     names = [name for name, tile in plan.items() if isinstance(tile, dict)]
-    text = f"Plans: columns of V / warps / stages of {', '.join(names)}; cuts of the forward, of the backward, overlap "
-    text += "in the backward."
+    text = f"Plans: columns of V / warps / stages (s: specialised) of {', '.join(names)}; cuts of the forward, of the "
+    text += "backward, overlap in the backward."
     return f"{text}\n\n{markdown_table(['heads', 'tokens', 'K x V', 'tiles', 'overlap'], lines)}"

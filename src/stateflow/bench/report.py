@@ -32,22 +32,22 @@ def shape_cells(key: Key) -> list[str]:
     return [str(heads), f"{tokens:,}", f"{k_dim} x {v_dim}"]
 
 
-def times(row: dict | None) -> str:
+def times(row: dict | None, of: str = "") -> str:
+    """`of` "_device": what the launches take is left out."""
     if row is None:
         return ""
     cells = []
     for name in ("forward", "backward"):
-        time = row[name]
-        bound = time["median"] > LAUNCH_BOUND * row[f"{name}_device"]["median"]
-        cells.append(f"{time['median']:.3f}{'*' if bound else ''}")
+        time, device = row[name + of]["median"], row[f"{name}_device"]["median"]
+        cells.append(f"{time:.3f}{'*' if time > LAUNCH_BOUND * device else ''}")
     return " / ".join(cells)
 
 
-def ratio(row: dict | None, other: dict | None) -> str:
-    """Of the sums of forward and backward."""
+def ratio(row: dict | None, other: dict | None, of: str = "") -> str:
+    """Of the sums of forward and backward; `of` as in `times`."""
     if row is None or other is None:
         return ""
-    mine, its = (x["forward"]["median"] + x["backward"]["median"] for x in (row, other))
+    mine, its = (x[f"forward{of}"]["median"] + x[f"backward{of}"]["median"] for x in (row, other))
     return f"{mine / its:.2f}"
 
 
@@ -65,17 +65,29 @@ def versions(rows: Sequence[dict]) -> str:
 def against_peers(
     timed: Mapping[Key, Found], titles: Mapping[str, str], dims: str, note: Callable[[dict], str], more: str
 ) -> str:
-    """Times and ratios; `titles` of the peers by name, `note` on a row of ours, `more` under the table's words."""
+    """Times and ratios, as a caller sees them and of the device alone.
+
+    `titles` of the peers by name, `note` on a row of ours, `more` under the first table's words.
+    """
+    seen = _against_peers(timed, titles, dims, note, "")
+    alone = _against_peers(timed, titles, dims, note, "_device")
+    text = f"{TIMES}Ratios are of the sums. {more}"
+    return f"{text}\n\n{seen}\n\nThe same on the device alone: the host is ahead with its launches.\n\n{alone}"
+
+
+def _against_peers(
+    timed: Mapping[Key, Found], titles: Mapping[str, str], dims: str, note: Callable[[dict], str], of: str
+) -> str:
     peers = [name for name in titles if any(name in found for found in timed.values())]
     columns = ["heads", "tokens", dims, "ours", *(titles[p] for p in peers)]
     columns += [f"ours / {titles[p]}" for p in peers] + [""]
     lines = []
     for key, found in timed.items():
         ours = found.get(OURS)
-        cells = [times(found.get(name)) for name in (OURS, *peers)]
-        ratios = [ratio(ours, found.get(p)) for p in peers]
+        cells = [times(found.get(name), of) for name in (OURS, *peers)]
+        ratios = [ratio(ours, found.get(p), of) for p in peers]
         lines.append([*shape_cells(key), *cells, *ratios, "" if ours is None else note(ours)])
-    return f"{TIMES}Ratios are of the sums. {more}\n\n{markdown_table(columns, lines)}"
+    return markdown_table(columns, lines)
 
 
 def memory(timed: Mapping[Key, Found], titles: Mapping[str, str], dims: str) -> str:

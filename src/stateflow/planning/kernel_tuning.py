@@ -266,7 +266,6 @@ def run(shapes: Sequence[Shape], out: Path | None, seconds: float | None, turns:
     from stateflow.bench.measure import require_cuda
     from stateflow.planning.kernel_bench import KernelBench
     from stateflow_kernels import plans
-    from stateflow_kernels.gated_delta_rule import default_plan
 
     require_cuda("stateflow tune-kernels")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -277,7 +276,7 @@ def run(shapes: Sequence[Shape], out: Path | None, seconds: float | None, turns:
 
     def default_for(shape: Shape) -> Plan:
         dtype = getattr(torch, shape.dtype)
-        return default_plan(shape.k_dim, shape.v_dim, dtype, plans.shared_memory_of(device))
+        return plans.fallback_plan(device, dtype, shape.k_dim, shape.v_dim)
 
     if seconds is None:
         seconds = SECONDS_A_GROUP * len(groups_of(shapes)) + SECONDS_A_SHAPE * len(shapes)
