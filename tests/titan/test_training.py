@@ -100,7 +100,14 @@ def test_verify_notices_each_planted_fault(titan, fault):
         assert difference > 1e-4
 
 
-@pytest.mark.parametrize("layout", [[PP2], [PP2, FSDP2], [PP2, FSDP2, MAMBA3]], ids=["PP2", "PP2xFSDP2", "mamba3"])
+SPLIT = ["--stateflow.policy=mepipe", "--activation_checkpoint.mode=full", *SPREAD]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [[PP2], [PP2, FSDP2], [PP2, FSDP2, MAMBA3], [PP2, FSDP2, *SPLIT]],
+    ids=["PP2", "PP2xFSDP2", "mamba3", "split, recomputed"],
+)
 def test_compiled_blocks(titan, layout):
     compiled = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
     world_size = 4 if FSDP2 in layout else 2

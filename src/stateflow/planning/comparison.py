@@ -12,10 +12,6 @@ from stateflow.pipeline.simulator import Simulation
 from stateflow.planning.analytic import Analytic
 from stateflow.planning.devices import GIB
 
-# Which numbers of stages a rank are worth a row where the config asks for one.
-_INTERLEAVE = {"interleaved": 2, "mepipe": 2}
-
-
 @dataclass
 class Row:
     """One policy. Times in seconds, memory in bytes a rank, shares of the ranks' time; None where it cannot be."""
@@ -46,7 +42,7 @@ def candidates(names: Sequence[str], stages_per_rank: int, whole: bool) -> list[
     for on_whole in (True, False) if whole else (False,):
         for name in names:
             traits: Policy = POLICIES[name]
-            per_rank = traits.stages_per_rank or max(stages_per_rank, _INTERLEAVE.get(name, 1))
+            per_rank = traits.stages_per_rank or max(stages_per_rank, traits.default_stages_per_rank)
             rows.append((name, on_whole, per_rank))
             if name == "zero_bubble" and not on_whole and per_rank == 1:
                 rows.append((name, on_whole, 2))
