@@ -18,8 +18,10 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def run_to_its_end(command: Sequence[str], **kwargs) -> int:
+def run_to_its_end(command: Sequence[str], *, timeout: float | None = None, **kwargs) -> int:
     """Runs ``command`` and returns its exit status; SIGTERM, SIGHUP and Ctrl-C are passed on to it and waited for.
+
+    After ``timeout`` seconds it is ended, too, and subprocess.TimeoutExpired raised.
 
     Without this a stopped parent (a scheduler, ``timeout``, a cancelled job) would leave torchrun and its workers.
     """
@@ -31,7 +33,7 @@ def run_to_its_end(command: Sequence[str], **kwargs) -> int:
 
     previous = {s: signal.signal(s, leave) for s in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        return child.wait()
+        return child.wait(timeout)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

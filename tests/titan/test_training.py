@@ -105,7 +105,7 @@ SPLIT = ["--stateflow.policy=mepipe", "--activation_checkpoint.mode=full", *SPRE
 
 @pytest.mark.parametrize(
     "layout",
-    [[PP2], [PP2, FSDP2], [PP2, FSDP2, MAMBA3], [PP2, FSDP2, *SPLIT]],
+    [[PP2], [PP2, FSDP2], [PP2, FSDP2, MAMBA3], [PP2, *SPLIT]],
     ids=["PP2", "PP2xFSDP2", "mamba3", "split, recomputed"],
 )
 def test_compiled_blocks(titan, layout):
@@ -172,6 +172,17 @@ def test_resume_with_other_chunks_policy_and_layout(titan, tmp_path):
         assert sorted(resumed.losses) == [2, 3], args
         expected = {step: whole.losses[step] for step in (2, 3)}
         assert resumed.losses == pytest.approx(expected, rel=2e-5), args
+
+
+def test_what_a_v_saves_others_resume(titan, tmp_path):
+    """The first rank knows the loss, and so logs; a checkpoint is the whole model's, wherever its stages are."""
+    v_shape = [PP2, "--stateflow.policy=v_shape", *SPREAD]
+    save = ["--checkpoint.enable", "--checkpoint.interval=1", f"--job.dump_folder={tmp_path}"]
+    whole = titan.train(2, *v_shape, *save, log_rank=0)
+    load = ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.load_step=1", save[-1]]
+    for world_size, args, log_rank in ((1, [PP1], -1), (2, v_shape, 0)):
+        resumed = titan.train(world_size, *args, *load, log_rank=log_rank)
+        assert resumed.losses == pytest.approx({step: whole.losses[step] for step in (2, 3)}, rel=2e-5), args
 
 
 def test_tensorboard_and_the_log_folder(titan, tmp_path):

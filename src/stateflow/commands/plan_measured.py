@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from subprocess import STDOUT
+from subprocess import STDOUT, TimeoutExpired
 
 from stateflow.commands import Scenario, titan_arguments
 from stateflow.planning.devices import DEVICES, GIB, Device, device_named
@@ -212,8 +212,11 @@ def measured_step(options, scenario: Scenario, overrides, candidate, nproc: int)
     return (None, trouble) if trace is None else (trace.median_step().step_time, "")
 
 
-def train_for_a_trace(arguments: Sequence[str], nproc: int, folder: Path):
-    """Trains a few steps in ``folder`` under torchrun: (the trace, "") or (None, the error that ended it)."""
+def train_for_a_trace(arguments: Sequence[str], nproc: int, folder: Path, timeout: float | None = None):
+    """Trains a few steps in ``folder`` under torchrun: (the trace, "") or (None, the error that ended it).
+
+    A run that is not done after ``timeout`` seconds is ended.
+    """
     from stateflow.launch import run_to_its_end
     from stateflow.pipeline.trace import read_trace
 
@@ -226,8 +229,11 @@ def train_for_a_trace(arguments: Sequence[str], nproc: int, folder: Path):
     ]  # fmt: skip
     log = folder / "log"
     env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
-    with log.open("w") as stream:
-        status = run_to_its_end(command, env=env, stdout=stream, stderr=STDOUT)
+    try:
+        with log.open("w") as stream:
+            status = run_to_its_end(command, timeout=timeout, env=env, stdout=stream, stderr=STDOUT)
+    except TimeoutExpired:
+        return None, f"not done after {timeout:g} s"
     if status == 0:
         return read_trace(folder / "trace"), ""
     errors = [line for line in log.read_text().splitlines() if "Error" in line]

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     ranks = range(job.num_ranks)
     shares = lost.shares()
     figures = {
-        "policy": job.policy,
+        "policy": scenario.order,
         "lengths": list(plan.lengths),
         "step_time": simulation.step_time,
         "tokens_per_second": tokens / simulation.step_time,
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     print(job.describe())
     source = f"costs from {options.cost_file}" if options.cost_file else device_text(options, scenario)
-    print(f"{source}\n{job.policy}, {plan}\n")
+    print(f"{source}\n{scenario.order}, {plan}\n")
     print(f"step    {simulation.step_time:.4g} s, {figures['tokens_per_second']:,.0f} tokens/s")
     print(f"bubble  {simulation.bubble:.1%} of the ranks' time is idle")
     for cause, share in shares.items():
