@@ -53,8 +53,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     rows = predict(scenario, names, plan, None if options.no_whole else whole)
     if options.measure:
         for row in rows:
-            print(f"measuring {row.name}", file=sys.stderr, flush=True)
             measure(row, options, scenario, overrides, whole if row.num_chunks == 1 else plan)
+            outcome = row.measured_why_not or f"{row.measured_time:.4g} s"
+            print(f"measured {row.name}: {outcome}", file=sys.stderr, flush=True)
     if options.out is not None:
         _draw(rows, options.out, plan, whole)
     if options.json:
