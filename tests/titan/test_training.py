@@ -105,8 +105,12 @@ SPLIT = ["--stateflow.policy=mepipe", "--activation_checkpoint.mode=full", *SPRE
 
 @pytest.mark.parametrize(
     "layout",
-    [[PP2], [PP2, FSDP2], [PP2, FSDP2, MAMBA3], [PP2, *SPLIT]],
-    ids=["PP2", "PP2xFSDP2", "mamba3", "split, recomputed"],
+    [
+        pytest.param([PP2], id="PP2"),
+        pytest.param([PP2, FSDP2], id="PP2xFSDP2"),
+        pytest.param([PP2, FSDP2, MAMBA3], id="mamba3"),
+        pytest.param([PP2, *SPLIT], id="split, recomputed", marks=nightly),
+    ],
 )
 def test_compiled_blocks(titan, layout):
     compiled = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
