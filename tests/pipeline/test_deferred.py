@@ -175,6 +175,7 @@ def test_compiled_blocks_leave_their_projections_to_w(kind, projections, recompu
     assert cases.largest_difference(grads, expected)[0] <= 1e-5
     # The graphs of I lack the products of W, and compute a projection again at most once.
     whole = one_layer_step(kind, recompute, split=False)[-1]
-    assert [b - i for b, i in zip(whole, products, strict=True)] == [projections] * len(products)
+    if not recompute or torch.__version__ >= (2, 13):  # before, a graph keeps what projections gave: refused in configs
+        assert [b - i for b, i in zip(whole, products, strict=True)] == [projections] * len(products)
     assert max(products) <= (2 if recompute else 1) * projections
     assert held == one_layer_step(kind, recompute, split=True, compiled=False)[-2] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from stateflow.cli import main
 from stateflow.pipeline.policies import POLICIES, build_schedule
@@ -63,6 +64,19 @@ def test_a_table_of_another_run_is_refused(tmp_path, table, overrides, message):
     argument = write_table(tmp_path / "table.csv", **table)
     with pytest.raises(ValueError, match=message):
         harness.parse([*argument, *overrides])
+
+
+def test_compiled_blocks_that_would_not_recompute_are_refused(monkeypatch):
+    split = ["--stateflow.policy=zero_bubble", "--compile.enable", "--compile.components=model"]
+    full = "--activation_checkpoint.mode=full"
+    for version, refused in (("2.11.0+cu130", True), ("2.13.0", False)):
+        monkeypatch.setattr("torch.__version__", torch.torch_version.TorchVersion(version))
+        harness.parse(split)
+        if refused:
+            with pytest.raises(ValueError, match="before torch 2.13 .here 2.11.0.cu130. compiled blocks then keep what"):
+                harness.parse([*split, full])
+        else:
+            harness.parse([*split, full])
 
 
 def test_who_interleaves_has_two_stages_a_rank():

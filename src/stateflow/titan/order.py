@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from stateflow.chunks import ChunkPlan
 from stateflow.pipeline.checker import check_schedule
 from stateflow.pipeline.policies import POLICIES, build_schedule, check_options, loop_placement, v_placement
@@ -100,6 +102,13 @@ def check_order(job_config, plan: ChunkPlan, stages: int) -> None:
         not (splits and compiled and options.sequence_parallel_norms),
         f"[stateflow] {what}, which compiled blocks can do only where they get all tokens of a chunk: set [stateflow] "
         'sequence_parallel_norms = false, [compile] enable = false, or a policy without W, e.g. "interleaved"',
+    )
+    mode = job_config.activation_checkpoint.mode
+    expect(
+        not (splits and compiled and mode != "none") or torch.__version__ >= (2, 13),
+        f"[stateflow] {what}, and before torch 2.13 (here {torch.__version__}) compiled blocks then keep what "
+        f"[activation_checkpoint] mode = {mode!r} should recompute; set [compile] enable = false, mode = \"none\", or a "
+        'policy without W, e.g. "interleaved"',
     )
     if placement(job_config)[-1] == 0:
         p.pipeline_parallel_schedule = V_SCHEDULE
