@@ -107,8 +107,8 @@ def check_order(job_config, plan: ChunkPlan, stages: int) -> None:
     expect(
         not (splits and compiled and mode != "none") or torch.__version__ >= (2, 13),
         f"[stateflow] {what}, and before torch 2.13 (here {torch.__version__}) compiled blocks then keep what "
-        f"[activation_checkpoint] mode = {mode!r} should recompute; set [compile] enable = false, mode = \"none\", or a "
-        'policy without W, e.g. "interleaved"',
+        f"[activation_checkpoint] mode = {mode!r} should recompute; set [compile] enable = false, mode = \"none\", or "
+        'a policy without W, e.g. "interleaved"',
     )
     if placement(job_config)[-1] == 0:
         p.pipeline_parallel_schedule = V_SCHEDULE
