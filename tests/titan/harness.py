@@ -44,6 +44,15 @@ def parse(args: list[str]):
     return ConfigManager().parse_args(["--job.config_file", str(CONFIG), *SMALL, *args])
 
 
+def parse_arguments(arguments: list[str]):
+    """The config of whole arguments of torchtitan."""
+    from torchtitan.config import ConfigManager
+
+    import stateflow.titan  # noqa: F401
+
+    return ConfigManager().parse_args(list(arguments))
+
+
 def _enter(rank: int, world_size: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),

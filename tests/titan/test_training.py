@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from stateflow.faults import FAULTS
 from tests.titan import harness
@@ -100,7 +101,19 @@ def test_verify_notices_each_planted_fault(titan, fault):
         assert difference > 1e-4
 
 
-@pytest.mark.parametrize("layout", [[PP2], [PP2, FSDP2], [PP2, FSDP2, MAMBA3]], ids=["PP2", "PP2xFSDP2", "mamba3"])
+recomputes_compiled = pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused before torch 2.13")
+SPLIT = ["--stateflow.policy=mepipe", "--activation_checkpoint.mode=full", *SPREAD]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param([PP2], id="PP2"),
+        pytest.param([PP2, FSDP2], id="PP2xFSDP2"),
+        pytest.param([PP2, FSDP2, MAMBA3], id="mamba3"),
+        pytest.param([PP2, *SPLIT], id="split, recomputed", marks=[nightly, recomputes_compiled]),
+    ],
+)
 def test_compiled_blocks(titan, layout):
     compiled = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
     world_size = 4 if FSDP2 in layout else 2
@@ -165,6 +178,17 @@ def test_resume_with_other_chunks_policy_and_layout(titan, tmp_path):
         assert sorted(resumed.losses) == [2, 3], args
         expected = {step: whole.losses[step] for step in (2, 3)}
         assert resumed.losses == pytest.approx(expected, rel=2e-5), args
+
+
+def test_what_a_v_saves_others_resume(titan, tmp_path):
+    """The first rank knows the loss, and so logs; a checkpoint is the whole model's, wherever its stages are."""
+    v_shape = [PP2, "--stateflow.policy=v_shape", *SPREAD]
+    save = ["--checkpoint.enable", "--checkpoint.interval=1", f"--job.dump_folder={tmp_path}"]
+    whole = titan.train(2, *v_shape, *save, log_rank=0)
+    load = ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.load_step=1", save[-1]]
+    for world_size, args, log_rank in ((1, [PP1], -1), (2, v_shape, 0)):
+        resumed = titan.train(world_size, *args, *load, log_rank=log_rank)
+        assert resumed.losses == pytest.approx({step: whole.losses[step] for step in (2, 3)}, rel=2e-5), args
 
 
 def test_tensorboard_and_the_log_folder(titan, tmp_path):

@@ -189,9 +189,14 @@ def chunk_by_chunk(options, scenario: Scenario, overrides, measured, candidates:
     return times
 
 
-def train_for_a_trace(arguments: Sequence[str], nproc: int, folder: Path):
-    """Trains a few steps in ``folder`` under torchrun: (the trace, "") or (None, the error that ended it)."""
+def train_for_a_trace(arguments: Sequence[str], nproc: int, folder: Path, timeout: float | None = None):
+    """Trains a few steps in ``folder`` under torchrun: (the trace, "") or (None, the error that ended it).
+
+    A run that is not done after ``timeout`` seconds is ended.
+    """
     from stateflow.titan.trials import Trial, run_trials
 
-    (outcome,) = run_trials(arguments, [Trial([], str(folder / "trace"))], nproc, folder)
-    return outcome.trace, outcome.trouble
+    outcomes = run_trials(arguments, [Trial([], str(folder / "trace"))], nproc, folder, timeout)
+    if not outcomes:
+        return None, f"not done after {timeout:g} s"
+    return outcomes[0].trace, outcomes[0].trouble

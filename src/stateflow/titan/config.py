@@ -289,7 +289,7 @@ def _check_sequence_parallel(job_config, plan: ChunkPlan) -> None:
 
 def num_stages(job_config) -> int:
     """Stages of the pipeline: as many as ``pipeline_parallel_layers_per_stage`` asks for, else those of the schedule
-    file, the plan or the policy, which is one a rank for most.
+    file, the plan or the policy: one a rank, or two where stages are interleaved, as torchtitan has it.
     """
     from stateflow.titan.flavors import resolve_model
 
@@ -306,7 +306,7 @@ def num_stages(job_config) -> int:
             return read_schedule_file(job_config).num_stages
         if options.plan is not None:
             return read_plan(Path(options.plan)).target.stages
-        return degree * (POLICIES[options.policy or DEFAULT_POLICY].stages_per_rank or 1)
+        return degree * POLICIES[options.policy or DEFAULT_POLICY].default_stages_per_rank
     layers = resolve_model(job_config).num_layers
     weights = p.pipeline_parallel_first_stage_less_layers + p.pipeline_parallel_last_stage_less_layers
     return -(-(layers + weights) // per_stage)

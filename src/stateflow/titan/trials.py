@@ -66,7 +66,9 @@ def run_trials(
         with log.open("w") as stream:
             try:
                 timeout = None if end is None else max(0.0, end - time.monotonic())
-                status = run_to_its_end(command, timeout, env=env, stdout=stream, stderr=subprocess.STDOUT)
+                status = run_to_its_end(
+                    command, timeout=timeout, env=env, stdout=stream, stderr=subprocess.STDOUT
+                )
             except subprocess.TimeoutExpired:
                 in_time = False
         lines = results.read_text().splitlines() if results.exists() else []
