@@ -47,6 +47,16 @@ VERIFIED = {
     "PP2, selective recomputation": (
         2, [PP2, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
     ),
+    "PP2, working weights, accumulation, full recomputation": (
+        2, [PP2, "--stateflow.mixed-precision-alone", ACCUMULATE, "--activation_checkpoint.mode=full"],
+    ),
+    "PP2, working weights, zero_bubble": (
+        2, [PP2, "--stateflow.mixed-precision-alone", "--stateflow.policy=zero_bubble"],
+    ),
+    "PP2, torchtitan's 1F1B, full recomputation": (2, [PP2, OFF, "--activation_checkpoint.mode=full"]),
+    "PP2, working weights, whole sequences, torchtitan's 1F1B": (
+        2, [PP2, OFF, "--stateflow.mixed-precision-alone", "--activation_checkpoint.mode=full"],
+    ),
     "PP2 x FSDP2": (4, [PP2, FSDP2]),
     "PP2 x FSDP2, accumulation, full recomputation": (
         4, [PP2, FSDP2, "--training.global_batch_size=8", "--activation_checkpoint.mode=full"],

@@ -110,6 +110,17 @@ class _Project(torch.autograd.Function):
         return grad_x, None, None, None, None, None, None
 
 
+def project_backward(linear: nn.Linear, x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of x from that of linear(x), which has not been computed; the weight's is added up, or put off."""
+    work = WeightWork(linear.weight, linear.bias, x, grad)
+    forward = linear.forward
+    if isinstance(forward, functools.partial):
+        forward.func.__self__.note(work)
+    elif linear.weight.requires_grad:
+        work.run()
+    return (grad.reshape(-1, grad.shape[-1]) @ linear.weight.detach()).reshape(x.shape)
+
+
 def run_all(work: list[WeightWork]) -> None:
     """W: each projection's operands are let go as soon as they are used."""
     while work:
