@@ -8,20 +8,24 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from stateflow.chunks import ChunkPlan
+from stateflow.layers import DecayGate
 from stateflow.pipeline.local import run_local
+from stateflow.working_weights import WorkingWeights
 from tests import cases
 
 # Ten different lengths: one graph a length would hit dynamo's recompile limit and fall back or fail.
 PLAN = ChunkPlan.explicit(97, [16, 15, 14, 13, 11, 9, 8, 6, 3, 2])
 
 
-def run(kinds, *, compiled: bool, recompute: bool = False, docs: bool = False):
+def run(kinds, *, compiled: bool, recompute: bool = False, docs: bool = False, working: bool = False):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     model = cases.make_model(kinds, torch.float32)
     tokens, labels = cases.make_batch(2, PLAN.seq_len, seed=4)
     documents = cases.make_documents(2, PLAN.seq_len, seed=4, density=0.05) if docs else None
     (stage,) = cases.make_stages(model, 1, PLAN)
+    if working:
+        WorkingWeights(stage.module, torch.float32, lambda module: isinstance(module, DecayGate))
     layers = stage.module.layers
     for name, block in list(layers.named_children()):
         if recompute:
@@ -50,3 +54,14 @@ def test_compiled_blocks_equal_eager_with_few_graphs(kind, recompute, docs):
     assert worst <= 1e-5, (name, worst)
     # The first chunk's length is static, the second makes it dynamic; attention also sees a first chunk without prefix.
     assert graphs <= (3 if kind == "attention" else 2), graphs
+
+
+def test_compiled_blocks_compute_with_working_weights():
+    losses, grads, graphs = run(["gdn", "gdn"], compiled=True, recompute=True, working=True)
+    eager_losses, eager_grads, _ = run(["gdn", "gdn"], compiled=False)
+    assert torch.allclose(losses, eager_losses, rtol=1e-5)
+    grads = {name.replace("_orig_mod.", ""): g for name, g in grads.items()}
+    eager_grads = {name: eager_grads[name.replace("_checkpoint_wrapped_module.", "")] for name in grads}
+    worst, name = cases.largest_difference(grads, eager_grads)
+    assert worst <= 1e-5, (name, worst)
+    assert graphs <= 2, graphs
