@@ -144,6 +144,12 @@ def test_mixed_precision_without_data_parallelism(four):
     assert {**first, **last} == expected_dtypes()
 
 
+def test_mixed_precision_with_working_weights(titan):
+    args = ["--stateflow.mixed-precision-alone", "--activation_checkpoint.mode=full", BOTH, BF16]
+    first, last = titan.call(harness.dtypes, 2, PP2, *args)
+    assert {**first, **last} == expected_dtypes()
+
+
 def test_loss_and_gradient_norm_do_not_depend_on_the_layout(titan):
     validate = ["--validation.enable"]
     alone = titan.train(1, PP1, *validate)
@@ -175,6 +181,20 @@ def test_resume_with_other_chunks_policy_and_layout(titan, tmp_path):
         assert sorted(resumed.losses) == [2, 3], args
         expected = {step: whole.losses[step] for step in (2, 3)}
         assert resumed.losses == pytest.approx(expected, rel=2e-5), args
+
+
+def test_resume_with_working_weights(titan, tmp_path):
+    """Written with them and read without, and the other way round: float32 parameters and optimizer state."""
+    own = ["--stateflow.mixed-precision-alone", "--training.mixed_precision_param=float32"]
+    own.append("--activation_checkpoint.mode=full")
+    load = ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.load_step=1"]
+    for i, (first, second) in enumerate([(own, []), ([], own)]):
+        folder = f"--job.dump_folder={tmp_path / str(i)}"
+        whole = titan.train(2, PP2, *first, "--checkpoint.enable", "--checkpoint.interval=1", folder)
+        resumed = titan.train(2, PP2, *second, *load, folder)
+        expected = {step: whole.losses[step] for step in (2, 3)}
+        assert resumed.losses == pytest.approx(expected, rel=2e-5)
+        assert resumed.grad_norms[2] == pytest.approx(whole.grad_norms[2], rel=1e-4)
 
 
 def test_tensorboard_and_the_log_folder(titan, tmp_path):
