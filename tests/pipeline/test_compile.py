@@ -8,7 +8,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from stateflow.chunks import ChunkPlan
+from stateflow.layers import DecayGate
 from stateflow.pipeline.local import run_local
+from stateflow.working_weights import WorkingWeights
 from tests import cases
 
 # Ten different lengths: one graph a length would hit dynamo's recompile limit and fall back or fail.
@@ -16,7 +18,7 @@ PLAN = ChunkPlan.explicit(97, [16, 15, 14, 13, 11, 9, 8, 6, 3, 2])
 
 
 def run(
-    kinds, *, compiled: bool, recompute: bool = False, docs: bool = False, policy: str = "1f1b",
+    kinds, *, compiled: bool, recompute: bool = False, docs: bool = False, working: bool = False, policy: str = "1f1b",
     backend: str = "aot_eager", device: str = "cpu", plan: ChunkPlan = PLAN,
 ):  # fmt: skip
     torch._dynamo.reset()
@@ -25,6 +27,8 @@ def run(
     tokens, labels = (t.to(device) for t in cases.make_batch(2, plan.seq_len, seed=4))
     documents = cases.make_documents(2, plan.seq_len, seed=4, density=0.05).to(device) if docs else None
     (stage,) = cases.make_stages(model, 1, plan)
+    if working:
+        WorkingWeights(stage.module, torch.float32, lambda module: isinstance(module, DecayGate))
     layers = stage.module.layers
     for name, block in list(layers.named_children()):
         if recompute:
@@ -80,3 +84,15 @@ def test_a_split_backward_of_inductors_graphs(kind, recompute):
     """Inductor reuses buffers: operands that wait for W must not be among them."""
     (worst, name), _ = split_against_whole(kind, recompute, backend="inductor", device="cuda")
     assert worst <= 1e-3, (name, worst)
+
+
+@pytest.mark.parametrize("policy", ["1f1b", "zero_bubble"])
+def test_compiled_blocks_compute_with_working_weights(policy):
+    losses, grads, graphs = run(["gdn", "gdn"], compiled=True, recompute=True, working=True, policy=policy)
+    eager_losses, eager_grads, _ = run(["gdn", "gdn"], compiled=False)
+    assert torch.allclose(losses, eager_losses, rtol=1e-5)
+    grads = {name.replace("_orig_mod.", ""): g for name, g in grads.items()}
+    eager_grads = {name: eager_grads[name.replace("_checkpoint_wrapped_module.", "")] for name in grads}
+    worst, name = cases.largest_difference(grads, eager_grads)
+    assert worst <= 1e-5, (name, worst)
+    assert graphs <= 2, graphs

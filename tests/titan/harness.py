@@ -199,9 +199,9 @@ def dtypes(rank: int, group, *, world_size: int, port: int, args: list[str]) -> 
         out = forward(self, a, i, x, **kwargs)
         if x.is_floating_point():
             note("activation", x)
-        for layer, name in self.spec.carries:
-            if a in self._carries:
-                note(name, self._carries[a][layer, name])
+        if a in self._carries:
+            for (_, name), carry in zip(self.spec.carries, self._carries[a], strict=True):
+                note(name, carry)
         for window in self._windows.get(a, ()):
             note("K/V", window.values)
         if kwargs.get("target") is not None:

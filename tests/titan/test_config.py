@@ -72,6 +72,15 @@ REFUSED = {
         "mixed_precision_alone = true is for pipelines",
     "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2":
         "data_parallel_replicate_degree = 2: set that to 1",
+    "--stateflow.cuda-graphs": "cuda_graphs = true needs mixed_precision_alone = true",
+    "--stateflow.cuda-graphs --stateflow.mixed-precision-alone --parallelism.tensor_parallel_degree=2":
+        "cuda_graphs = true needs mixed_precision_alone = true in a pipeline without data or tensor parallelism",
+    "--stateflow.cuda-graphs --stateflow.mixed-precision-alone --activation_checkpoint.mode=none":
+        'cuda_graphs = true records recomputed layers, [activation_checkpoint] mode = "none"',
+    "--stateflow.cuda-graphs --stateflow.mixed-precision-alone --activation_checkpoint.mode=full --compile.enable":
+        "cuda_graphs = true does not go with compiled blocks",
+    "--stateflow.cuda-graphs --stateflow.mixed-precision-alone --activation_checkpoint.mode=full "
+    "--stateflow.policy=zero_bubble": "cuda_graphs = true does not go with a backward split into I and W",
     "--stateflow.trace": "trace_steps = [3, 5] is beyond [training] steps =",
     "--stateflow.trace --stateflow.trace-steps 3 1": "trace_steps = [3, 1] must be the first and the last step",
     "--stateflow.trace --stateflow.trace-steps 1 1 --stateflow.no-enable": "trace = true records the schedule",
@@ -91,6 +100,7 @@ WRONG_TYPES = {
     "rope_reset": "yes",
     "sequence_parallel_norms": "yes",
     "mixed_precision_alone": "yes",
+    "cuda_graphs": 1,
     "tokenizer": 7,
     "kernels": ["auto"],
     "weight_lag": True,

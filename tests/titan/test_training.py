@@ -48,6 +48,16 @@ VERIFIED = {
     "PP2, selective recomputation": (
         2, [PP2, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
     ),
+    "PP2, working weights, accumulation, full recomputation": (
+        2, [PP2, "--stateflow.mixed-precision-alone", ACCUMULATE, "--activation_checkpoint.mode=full"],
+    ),
+    "PP2, working weights, zero_bubble": (
+        2, [PP2, "--stateflow.mixed-precision-alone", "--stateflow.policy=zero_bubble"],
+    ),
+    "PP2, torchtitan's 1F1B, full recomputation": (2, [PP2, OFF, "--activation_checkpoint.mode=full"]),
+    "PP2, working weights, whole sequences, torchtitan's 1F1B": (
+        2, [PP2, OFF, "--stateflow.mixed-precision-alone", "--activation_checkpoint.mode=full"],
+    ),
     "PP2 x FSDP2": (4, [PP2, FSDP2]),
     "PP2 x FSDP2, accumulation, full recomputation": (
         4, [PP2, FSDP2, "--training.global_batch_size=8", "--activation_checkpoint.mode=full"],
@@ -147,6 +157,12 @@ def test_mixed_precision_without_data_parallelism(four):
     assert {**first, **last} == expected_dtypes()
 
 
+def test_mixed_precision_with_working_weights(titan):
+    args = ["--stateflow.mixed-precision-alone", "--activation_checkpoint.mode=full", BOTH, BF16]
+    first, last = titan.call(harness.dtypes, 2, PP2, *args)
+    assert {**first, **last} == expected_dtypes()
+
+
 def test_loss_and_gradient_norm_do_not_depend_on_the_layout(titan):
     validate = ["--validation.enable"]
     alone = titan.train(1, PP1, *validate)
@@ -189,6 +205,20 @@ def test_what_a_v_saves_others_resume(titan, tmp_path):
     for world_size, args, log_rank in ((1, [PP1], -1), (2, v_shape, 0)):
         resumed = titan.train(world_size, *args, *load, log_rank=log_rank)
         assert resumed.losses == pytest.approx({step: whole.losses[step] for step in (2, 3)}, rel=2e-5), args
+
+
+def test_resume_with_working_weights(titan, tmp_path):
+    """Written with them and read without, and the other way round: float32 parameters and optimizer state."""
+    own = ["--stateflow.mixed-precision-alone", "--training.mixed_precision_param=float32"]
+    own.append("--activation_checkpoint.mode=full")
+    load = ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.load_step=1"]
+    for i, (first, second) in enumerate([(own, []), ([], own)]):
+        folder = f"--job.dump_folder={tmp_path / str(i)}"
+        whole = titan.train(2, PP2, *first, "--checkpoint.enable", "--checkpoint.interval=1", folder)
+        resumed = titan.train(2, PP2, *second, *load, folder)
+        expected = {step: whole.losses[step] for step in (2, 3)}
+        assert resumed.losses == pytest.approx(expected, rel=2e-5)
+        assert resumed.grad_norms[2] == pytest.approx(whole.grad_norms[2], rel=1e-4)
 
 
 def test_tensorboard_and_the_log_folder(titan, tmp_path):

@@ -193,6 +193,17 @@ class _Project(torch.autograd.Function):
         return grad_x, None, None, x, grad
 
 
+def project_backward(linear: nn.Linear, x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of x from that of linear(x), which has not been computed; the weight's is added up, or put off."""
+    weight = linear.weight
+    if weight.requires_grad:
+        if isinstance(linear, _PutOff):
+            linear.put_off_by.note(linear, x, grad)
+        else:
+            WeightWork(weight, linear.bias, x, grad).run()
+    return (grad.reshape(-1, grad.shape[-1]) @ weight.detach()).reshape(x.shape)
+
+
 def run_all(work: list[WeightWork]) -> None:
     """W: each projection's operands are let go as soon as they are used."""
     while work:
