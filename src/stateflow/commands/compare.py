@@ -162,7 +162,7 @@ def measure(
         )
     if trace is None:
         kind = "out of memory" if "out of memory" in trouble.lower() else "failed"
-        row.measured_why_not = f"{kind}: {trouble}"
+        row.measured_why_not = trouble if trouble.startswith(kind) else f"{kind}: {trouble}"
         return
     row.measurement = trace.median_step()
     row.measured_time, row.measured_bubble = row.measurement.step_time, row.measurement.bubble

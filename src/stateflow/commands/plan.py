@@ -39,8 +39,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         )
     if scenario.analytic.table is not None:
         raise ValueError(
-            "[stateflow] schedule_file is the order of one number of chunks, and a plan searches orders: drop the key "
-            "(--stateflow.schedule-file None), or see stateflow compare and simulate"
+            f"[stateflow] schedule_file = {scenario.job_config.stateflow.schedule_file!r} is the order of one number "
+            "of chunks, and a plan searches orders: drop the key (--stateflow.schedule-file None), or see stateflow "
+            "compare and simulate"
         )
     if not options.json and (remark := parts_without_layers(scenario.job)) is not None:
         print(f"note: {remark}")

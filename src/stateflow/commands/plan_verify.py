@@ -194,9 +194,10 @@ def train_for_a_trace(arguments: Sequence[str], nproc: int, folder: Path, timeou
 
     A run that is not done after ``timeout`` seconds is ended.
     """
-    from stateflow.titan.trials import Trial, run_trials
+    from stateflow.titan.trials import PATIENCE, Trial, run_trials
 
-    outcomes = run_trials(arguments, [Trial([], str(folder / "trace"))], nproc, folder, timeout)
+    trials, patience = [Trial([], str(folder / "trace"))], max(PATIENCE, timeout or 0.0)
+    outcomes = run_trials(arguments, trials, nproc, folder, timeout, patience=patience)
     if not outcomes:
         return None, f"not done after {timeout:g} s"
     return outcomes[0].trace, outcomes[0].trouble

@@ -49,6 +49,8 @@ class WeightWork:
 class DeferredWeights:
     """Collects the weight gradients of the projections in ``module``, whose forward it replaces.
 
+    Of several for one module the last one collects.
+
     Parts may be compiled by ``torch.compile(part)``. Such a part is called as a block is: first with x [B, s, D], and
     it calls each of its projections once, with tensors [B, s, ...] of the dtype of x.
 
@@ -67,15 +69,16 @@ class DeferredWeights:
         self._anchors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         for child in module.modules():
             if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
-                child.put_off_by = self
                 child.number = 0
                 child.__class__ = _put_off(type(child))
+            if isinstance(child, _PutOff):
+                child.put_off_by = self
         compiled: list[str] = []
         for name, child in module.named_modules():
             inside = any(name.startswith(f"{other}.") or not other for other in compiled)
             if isinstance(child, torch._dynamo.OptimizedModule) and not inside:
                 compiled.append(name)
-                self._give_taps(child)
+                _give_taps(child)
 
     @contextmanager
     def collecting(self) -> Iterator[list[WeightWork]]:
@@ -102,28 +105,32 @@ class DeferredWeights:
         zero, anchor = self._anchors[key]
         return _Taps.apply(anchor, zero, self, linears, tuple(shape))
 
-    def _give_taps(self, compiled: nn.Module) -> None:
-        """A compiled part gets the taps of all its projections from outside: they are inputs of its graph.
 
-        As globals, not as attributes of its modules: whatever hangs on a module has one shape for dynamo, and the
-        chunks have many.
-        """
-        linears = [child for child in compiled.modules() if isinstance(child, _PutOff)]
-        for number, linear in enumerate(linears):
-            linear.number = number
-        call = compiled.forward
+def _give_taps(compiled: nn.Module) -> None:
+    """A compiled part gets the taps of all its projections from outside: they are inputs of its graph.
 
-        @functools.wraps(call)
-        def with_taps(x: Tensor, *args, **kwargs):
-            if not torch.is_grad_enabled():
-                return call(x, *args, **kwargs)
-            _given[:] = self.taps(linears, x.shape[:-1], x)
-            try:
-                return call(x, *args, **kwargs)
-            finally:
-                _given.clear()
+    As globals, not as attributes of its modules: whatever hangs on a module has one shape for dynamo, and the chunks
+    have many.
+    """
+    linears = [child for child in compiled.modules() if isinstance(child, _PutOff)]
+    call = compiled.forward
+    if not linears or getattr(call, "gives_taps", False):
+        return
+    for number, linear in enumerate(linears):
+        linear.number = number
 
-        compiled.forward = with_taps
+    @functools.wraps(call)
+    def with_taps(x: Tensor, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            return call(x, *args, **kwargs)
+        _given[:] = linears[0].put_off_by.taps(linears, x.shape[:-1], x)
+        try:
+            return call(x, *args, **kwargs)
+        finally:
+            _given.clear()
+
+    with_taps.gives_taps = True
+    compiled.forward = with_taps
 
 
 _given: list[Tensor] = []  # the taps of the compiled part that is being called

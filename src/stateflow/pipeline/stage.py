@@ -127,7 +127,7 @@ class ChunkStage:
     def split_backward(self) -> None:
         """Prepares the module for I and W; call it once the module is wrapped, before the first forward.
 
-        Raises ValueError for compiled modules.
+        Raises ValueError for modules compiled in place.
         """
         if self._deferred is None:
             self._deferred = DeferredWeights(self.module)

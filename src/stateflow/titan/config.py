@@ -408,7 +408,7 @@ def _check_kernels(options: StateFlow, model) -> None:
 
 
 def mixed_precision_alone(job_config) -> bool:
-    """Whether blocks are wrapped by FSDP2 on one rank each, for its mixed precision only."""
+    """Whether a rank computes in mixed precision with nothing that shards: by working weights, or FSDP2 on one rank."""
     return job_config.stateflow.mixed_precision_alone and job_config.parallelism.data_parallel_shard_degree in (-1, 1)
 
 
@@ -459,10 +459,6 @@ def _check_cuda_graphs(job_config) -> None:
     )
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     _expect(not compiled, f"{start} does not go with compiled blocks; drop [compile] enable, or cuda_graphs")
-    _expect(
-        options.schedule_file is None and not POLICIES[policy(job_config)].splits_backward,
-        f"{start} does not go with a backward split into I and W; use policy = \"1f1b\", or cuda_graphs = false",
-    )
 
 
 def validate(job_config) -> None:

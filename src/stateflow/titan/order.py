@@ -97,23 +97,43 @@ def check_order(job_config, plan: ChunkPlan, stages: int) -> None:
                 check_options(name, stages // degree, weight_lag(job_config))
             except ValueError as error:
                 raise ValueError(f"[stateflow] {error}") from error
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
-    expect(
-        not (splits and compiled and options.sequence_parallel_norms),
-        f"[stateflow] {what}, which compiled blocks can do only where they get all tokens of a chunk: set [stateflow] "
-        'sequence_parallel_norms = false, [compile] enable = false, or a policy without W, e.g. "interleaved"',
-    )
-    mode = job_config.activation_checkpoint.mode
-    expect(
-        not (splits and compiled and mode != "none") or torch.__version__ >= (2, 13),
-        f"[stateflow] {what}, and before torch 2.13 (here {torch.__version__}) compiled blocks then keep what "
-        f"[activation_checkpoint] mode = {mode!r} should recompute; set [compile] enable = false, mode = \"none\", or "
-        'a policy without W, e.g. "interleaved"',
-    )
+    if splits:
+        reason = backward_misfit(job_config, splits, job_config.activation_checkpoint.mode)
+        expect(reason is None, f"[stateflow] {what}, {reason}")
     if placement(job_config)[-1] == 0:
         p.pipeline_parallel_schedule = V_SCHEDULE
     elif p.pipeline_parallel_schedule == V_SCHEDULE:
         p.pipeline_parallel_schedule = "1F1B"
+
+
+def backward_misfit(job_config, splits: bool, mode: str) -> str | None:
+    """Why a config cannot split its backward (if it ``splits``) or recompute by ``mode``, and what to change.
+
+    None where it can.
+    """
+    options = job_config.stateflow
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    if options.cuda_graphs and mode != "full":
+        return 'and [stateflow] cuda_graphs = true records layers recomputed by mode = "full"; set cuda_graphs = false'
+    if not splits:
+        return None
+    if options.cuda_graphs:
+        return (
+            "which a recorded layer cannot do: set [stateflow] cuda_graphs = false, or a policy without W, e.g. "
+            '"interleaved"'
+        )
+    if compiled and options.sequence_parallel_norms:
+        return (
+            "which compiled blocks can do only where they get all tokens of a chunk: set [stateflow] "
+            'sequence_parallel_norms = false, [compile] enable = false, or a policy without W, e.g. "interleaved"'
+        )
+    if compiled and mode != "none" and torch.__version__ < (2, 13):
+        return (
+            f"and before torch 2.13 (here {torch.__version__}) compiled blocks then keep what [activation_checkpoint] "
+            f'mode = {mode!r} should recompute; set [compile] enable = false, mode = "none", or a policy without W, '
+            'e.g. "interleaved"'
+        )
+    return None
 
 
 def _check_stages_a_rank(job_config, name: str, stages: int) -> None:
