@@ -181,7 +181,7 @@ def test_the_check_finds_what_is_wrong(device, monkeypatch):
     assert "OutOf" in bench.check(OutOfResources()) or "Error" in bench.check(OutOfResources())
     backward = kernels.backward
     monkeypatch.setattr(kernels, "backward", lambda *args: tuple(1.05 * x for x in backward(*args)))
-    assert bench.check(plan).startswith("wrong: dq 5.0e-02 (bound 8e-03), dk")
+    assert bench.check(plan).startswith("wrong: dq 5.0e-02 (bound 8.0e-03), dk")
 
 
 class OutOfResources:
