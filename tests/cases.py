@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from stateflow.chunks import ChunkPlan, document_starts
 from stateflow.loss import cross_entropy_sum, reference_cross_entropy
@@ -96,12 +97,10 @@ def largest_difference(grads: dict[str, Tensor], reference: dict[str, Tensor]) -
     return worst, name
 
 
-def checkpoint_blocks(model: torch.nn.Module) -> None:
-    """Full activation recomputation in units of one layer."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
+def checkpoint_blocks(model: torch.nn.Module, wrap=checkpoint_wrapper) -> None:
+    """Full activation recomputation in units of one layer, by torch's wrapper or another."""
     for name, block in list(model.layers.named_children()):
-        model.layers.register_module(name, checkpoint_wrapper(block))
+        model.layers.register_module(name, wrap(block))
 
 
 def schedule_of(

@@ -3,7 +3,8 @@
 A unit hands two kinds of state to the next chunk of its microbatch (paper, eq. 4-7):
 
 * **carries** have a fixed size and are replaced by every chunk (recurrent state, convolution tails).  A stage keeps
-  them as one TensorDict by layer name; module calls take and return flat tuples in the order of the layer's specs.
+  them as a list in the order of the specs, and takes a first state as one TensorDict by layer name; module calls take
+  and return flat tuples in the order of the layer's specs.
 * **windows** grow with the sequence (K and V of softmax attention).  They live in one buffer for the whole sequence,
   written once and read in place, so that no chunk duplicates its prefix; their gradients accumulate in a second buffer
   of the same shape that exists only while the microbatch is back-propagated.
@@ -52,22 +53,26 @@ class BoundarySpec:
                 layers[layer] = TensorDict(named, batch_size=[batch_size])
         return TensorDict(layers, batch_size=[batch_size])
 
+    def carry_tensors(self, state: FlatState) -> list[Tensor]:
+        """Carry tensors of a flat state or update, in the order of ``self.carries``."""
+        return self._of_kind("carry", state)
+
     def windows_of(self, state: FlatState) -> list[Tensor]:
         """Window tensors of a flat state or update, in the order of ``self.windows``."""
+        return self._of_kind("window", state)
+
+    def _of_kind(self, kind: str, state: FlatState) -> list[Tensor]:
         return [
             t
             for specs, tensors in zip(self.specs.values(), state, strict=True)
             for s, t in zip(specs, tensors, strict=True)
-            if s.kind == "window"
+            if s.kind == kind
         ]
 
-    def flat(self, carries: TensorDict, windows: Sequence[Tensor]) -> FlatState:
-        """Inverse of ``carries_of`` and ``windows_of``: the tuple of tuples that the module call takes."""
-        rest = iter(windows)
-        return tuple(
-            tuple(next(rest) if s.kind == "window" else carries[layer, s.name] for s in specs)
-            for layer, specs in self.specs.items()
-        )
+    def flat(self, carries: Sequence[Tensor], windows: Sequence[Tensor]) -> FlatState:
+        """Inverse of ``carry_tensors`` and ``windows_of``: the tuple of tuples that the module call takes."""
+        rest = {"carry": iter(carries), "window": iter(windows)}
+        return tuple(tuple(next(rest[s.kind]) for s in specs) for specs in self.specs.values())
 
     def carry_list(self, carries: TensorDict) -> list[Tensor]:
         return [carries[key] for key in self.carries]

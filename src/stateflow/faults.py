@@ -37,10 +37,10 @@ def _drop_carries(names: tuple[str, ...]) -> AbstractContextManager:
     def make(original):
         def incoming(self, *args):
             carries = original(self, *args)
-            for layer, name in self.spec.carries:
+            for (_, name), carry in zip(self.spec.carries, carries, strict=True):
                 if name.startswith(names):
                     with torch.no_grad():
-                        carries[layer, name].zero_()
+                        carry.zero_()
             return carries
 
         return incoming

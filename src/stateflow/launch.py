@@ -20,7 +20,7 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def run_to_its_end(command: Sequence[str], timeout: float | None = None, **kwargs) -> int:
+def run_to_its_end(command: Sequence[str], *, timeout: float | None = None, **kwargs) -> int:
     """Runs ``command`` and returns its exit status; SIGTERM, SIGHUP and Ctrl-C are passed on to it and waited for.
 
     Without this a stopped parent (a scheduler, ``timeout``, a cancelled job) would leave torchrun and its workers.

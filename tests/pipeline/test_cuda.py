@@ -11,11 +11,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from stateflow.chunks import ChunkPlan
+from stateflow.layer_graphs import CudaRecorder, LayerGraphs
+from stateflow.layers import DecayGate
 from stateflow.loss import cross_entropy_sum
 from stateflow.model import LanguageModel, ModelConfig
 from stateflow.pipeline.local import run_local
 from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
 from stateflow.pipeline.split import split_model
+from stateflow.recompute import Recomputed
+from stateflow.working_weights import WorkingWeights
 from tests import cases
 
 pytestmark = pytest.mark.gpu
@@ -76,12 +80,15 @@ def stress_worker(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_pooled_buffers_over_nccl_give_the_single_gpu_gradients(tmp_path):
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    mp.spawn(stress_worker, args=(port, str(tmp_path)), nprocs=2)
+        return s.getsockname()[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_pooled_buffers_over_nccl_give_the_single_gpu_gradients(tmp_path):
+    mp.spawn(stress_worker, args=(free_port(), str(tmp_path)), nprocs=2)
     (first, buffers), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert buffers <= 2 * STRESS_PLAN.num_chunks + 4
 
@@ -94,3 +101,71 @@ def test_pooled_buffers_over_nccl_give_the_single_gpu_gradients(tmp_path):
         expected = {name: g.cpu() for name, g in cases.gradients_of(stages).items()}
         worst, name = cases.largest_difference({**first[step], **second[step]}, expected)
         assert worst <= 1e-5, (step, name, worst)
+
+
+LONG_RUN = ModelConfig(
+    dim=512, num_layers=4, pattern=["gdn", "gdn", "attention"], vocab_size=512, num_heads=4, head_k_dim=128,
+    head_v_dim=128, num_attention_heads=4, num_kv_heads=2, attention_head_dim=128, ffn_dim=1024, init_seed=0,
+)  # fmt: skip
+LONG_RUN_STEPS, LONG_RUN_MICROBATCHES = 200, 3
+
+
+def train(rank: int, device: torch.device, graphs: LayerGraphs | None) -> tuple[list, list, list]:
+    """Losses by step, parameters at the end, and bytes allocated behind each step."""
+    model = LanguageModel(LONG_RUN)
+    model.init_weights()
+    part = split_model(model, 2)[rank].to(device)
+    WorkingWeights(part, torch.bfloat16, lambda module: isinstance(module, DecayGate))
+    for name, block in list(part.layers.named_children()):
+        part.layers.register_module(name, Recomputed(block, graphs))
+    stage = StateFlowStage(
+        part, rank, 2, device, STRESS_PLAN, microbatch_size=1, hidden_size=LONG_RUN.dim,
+        activation_dtype=torch.bfloat16,
+    )  # fmt: skip
+    schedule = ScheduleStateFlow([stage], LONG_RUN_MICROBATCHES, loss_fn=cross_entropy_sum)
+    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
+    losses, allocated = [], []
+    for step in range(LONG_RUN_STEPS):
+        optimizer.zero_grad()
+        text = torch.randint(
+            0, 512, (LONG_RUN_MICROBATCHES, STRESS_PLAN.seq_len + 1), generator=torch.Generator().manual_seed(step)
+        ).to(device)
+        inputs = (text[:, :-1],) if rank == 0 else ()
+        units: list = []
+        schedule.step(*inputs, target=text[:, 1:] if rank == 1 else None, losses=units, loss_scale=1e-4)
+        optimizer.step()
+        losses.append(torch.stack(units).sum() if units else torch.zeros(()))
+        if device.type == "cuda":
+            allocated.append(torch.cuda.memory_allocated(device))
+    return [loss.cpu() for loss in losses], [p.detach().cpu() for p in part.parameters()], allocated
+
+
+def long_run_worker(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", device_id=device)
+    runs = [train(rank, device, LayerGraphs(CudaRecorder()) if graphs else None) for graphs in (0, 0, 1, 1)]
+    torch.save(runs, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_long_runs_over_nccl_are_equal_to_the_bit_and_memory_stays(tmp_path):
+    """Mixed precision, recomputation, with and without CUDA graphs; two runs of each."""
+    mp.spawn(long_run_worker, args=(free_port(), str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        first, again, recorded, recorded_again = torch.load(tmp_path / f"{rank}.pt")
+        for one, other in ((first, again), (recorded, recorded_again)):
+            assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+        for losses, parameters, allocated in (first, recorded):
+            assert all(p.isfinite().all() for p in parameters)
+            assert max(allocated[20:]) == min(allocated[20:]), (rank, allocated[20], max(allocated), min(allocated))
+            if rank == 1:
+                assert torch.stack(losses).isfinite().all()
+                assert (torch.stack(recorded[0]) - torch.stack(first[0])).abs().max() <= 1e-2 * first[0][0]

@@ -119,6 +119,26 @@ def test_every_policy_is_legal_and_free_of_deadlock(case):
     assert in_flight_peaks(schedule.table, schedule.num_stages) == schedule.peak_in_flight
 
 
+@settings(max_examples=60)
+@given(cases())
+def test_fsdp_gathers_and_reduces_each_stage_once_a_step(case):
+    """Whatever the number of units: before the stage's first action, after its last gradient, at the end."""
+    from stateflow.pipeline.runtime import _with_shard_actions
+
+    schedule = build_schedule(*case)
+    for rank, row in enumerate(lower(schedule)):
+        actions = _with_shard_actions(row, schedule)
+        for stage in schedule.stages_of(rank):
+            steps = {}
+            for step, action in enumerate(actions):
+                if action.stage_index == stage:
+                    steps.setdefault(action.computation_type.name, []).append(step)
+            gradients = steps.get("FULL_BACKWARD", []) + steps.get("BACKWARD_WEIGHT", [])
+            (gather,), (reduction,), (release,) = (steps[name] for name in ("UNSHARD", "REDUCE_GRAD", "RESHARD"))
+            assert gather < steps["FORWARD"][0] and max(gradients) < reduction < release
+        assert len(actions) == len(row) + 3 * len(schedule.stages_of(rank))
+
+
 def peaks_of_ranks(schedule):
     return [max(profile) for profile in in_flight_profile(schedule)]
 

@@ -86,6 +86,87 @@ def test_compare_says_what_cannot_be_cut(capsys):
     assert plain["step_time"] > 0 and v_shape["step_time"] is None and "16" in v_shape["why_not"]
 
 
+def table_of(tmp_path, policy="zero_bubble") -> tuple[Path, list[str]]:
+    path = tmp_path / "mine.csv"
+    assert main(["schedule", DEMO, "--policy", policy, "--num-chunks", "2", "--out", str(path)]) == 0
+    return path, [f"--stateflow.schedule-file={path}", "--stateflow.num-chunks=2"]
+
+
+def test_a_table_of_ones_own_is_a_row_like_its_policy(capsys, tmp_path):
+    _, given = table_of(tmp_path)
+    capsys.readouterr()
+    rows = figures(capsys, "compare", DEMO, "--policies", "1f1b", "zero_bubble", "--no-whole", *given)
+    assert [row["policy"] for row in rows] == ["1f1b", "zero_bubble", "zero_bubble", "mine.csv"]
+    plain, split, mine = rows[0], rows[1], rows[3]
+    assert mine | {"policy": "zero_bubble"} == split and mine["step_time"] != plain["step_time"]
+    found = figures(capsys, "simulate", DEMO, *given)
+    assert found["policy"] == "mine.csv" and found["step_time"] == pytest.approx(split["step_time"])
+    for arguments, message in (
+        (["simulate", "--num-chunks", "4"], "--num-chunks 4: the table of [stateflow] schedule_file is of 2 chunks"),
+        (["simulate", "--microbatches", "3"], "--microbatches 3: the table of [stateflow] schedule_file is of 2"),
+        (["plan", "--analytic"], "a plan searches orders: drop the key (--stateflow.schedule-file None)"),
+    ):
+        assert main([arguments[0], DEMO, *arguments[1:], *given]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_measured_rows(capsys, tmp_path, monkeypatch):
+    """Each row trains with its own order, cut and stages; one that fails is a row, too."""
+    from stateflow.commands import plan_verify
+    from stateflow.pipeline.policies import build_schedule
+    from stateflow.pipeline.simulator import simulate
+    from stateflow.pipeline.trace import Trace
+    from stateflow.titan.config import make_plan, num_stages
+    from stateflow.titan.order import make_schedule
+    from tests.titan.harness import parse_arguments
+
+    _, given = table_of(tmp_path)
+    ran = []
+
+    def train(arguments, nproc, folder, timeout):
+        config = parse_arguments(arguments)
+        plan = make_plan(config)
+        ran.append((config.stateflow.policy, plan.num_chunks, num_stages(config) // 2, timeout))
+        if len(ran) == 2:
+            return None, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB"
+        if len(ran) == 3:
+            return None, "not done after 9 s"
+        schedule = make_schedule(config, plan.num_chunks)
+        return Trace(schedule, plan.lengths, "CPU", (simulate(schedule, lambda action: 1.0),), 3 * 2**30), ""
+
+    monkeypatch.setattr(plan_verify, "train_for_a_trace", train)
+    picture = tmp_path / "all.svg"
+    call = ["compare", DEMO, "--policies", "1f1b", "interleaved", "zero_bubble", "--measure", "--row-timeout", "9"]
+    call += [*given, *SPREAD, "--json", "--out", str(picture)]
+    capsys.readouterr()
+    assert main(call) == 0
+    rows = json.loads(capsys.readouterr().out)
+    orders = [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)]
+    on_chunks = [(policy, 2, stages, 9.0) for policy, stages in [*orders, ("zero_bubble", 2), ("1f1b", 1)]]
+    assert ran == [(policy, 1, stages, 9.0) for policy, stages in orders] + on_chunks
+    assert rows[1]["measured_why_not"].startswith("out of memory: torch.OutOfMemoryError")
+    assert rows[2]["measured_why_not"] == "failed: not done after 9 s"
+    units = [simulate(build_schedule(p, 2, 2, 2, v), lambda action: 1.0).step_time for p, _, v, _ in on_chunks[:4]]
+    assert [row["measured_time"] for row in rows[3:]] == [*units, units[2]]
+    assert all(row["measured_peak_bytes"] == 3 * 2**30 and row["step_time"] > 0 for row in rows[3:])
+    text = picture.read_text()
+    assert "mine.csv, N = 2, V = 1, measured" in text and "zero_bubble, N = 2, V = 2, simulated" in text
+    assert "interleaved, N = 1, V = 2, measured" not in text
+
+
+def test_rows_that_cannot_be_measured(capsys, monkeypatch):
+    from stateflow.commands import plan_verify
+
+    monkeypatch.setattr(plan_verify, "train_for_a_trace", lambda *_: (None, "RuntimeError: broken"))
+    call = ["compare", DEMO, "--policies", "zero_bubble", "v_shape", "--no-whole", "--measure", "--num-chunks", "2"]
+    assert main([*call, "--parallelism.pipeline_parallel_layers_per_stage=5"]) == 0
+    text = capsys.readouterr().out
+    assert "failed: RuntimeError: broken" in text and "CPU: " in text
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert main(call) == 2
+    assert "--measure: the run needs 2 cores, here are 1; give --ranks" in capsys.readouterr().err
+
+
 def test_pictures_of_a_comparison(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "all.svg"

@@ -13,10 +13,11 @@ from stateflow.pipeline.schedule import Kind
 from stateflow.pipeline.split import split_model
 from stateflow.planning.plan_file import PlanFile, write_plan
 from stateflow.planning.profile import Point, StageProfile, measure
-from stateflow.planning.stage_runner import TensorParallelStages
+from stateflow.planning.stage_runner import LocalStages, TensorParallelStages
 from stateflow.planning.variants import variants
 from stateflow.titan.config import make_plan, num_stages, plan_target, policy, weight_lag
 from stateflow.titan.order import make_schedule
+from stateflow.titan.planning import job_of
 from tests import cases
 from tests.titan import harness
 
@@ -34,9 +35,12 @@ def cut(count: int):
 
 def test_every_policy_of_the_registry_is_searched_or_named():
     job = make_job(dataclasses.replace(make_job().model, num_layers=4))
-    for ranks, set_, compiled in ((2, False, False), (4, False, False), (2, True, False), (2, False, True)):
+    for ranks, set_, whole in ((2, False, False), (4, False, False), (2, True, False), (2, False, True)):
         one = dataclasses.replace(job, num_ranks=ranks, parts=tuple(map(tuple, cut(ranks))))
-        found, left_out = variants(one, cut, list(POLICIES), ["none", "full"], stages_are_set=set_, compiled=compiled)
+        found, left_out = variants(
+            one, cut, list(POLICIES), ["none", "full"], stages_are_set=set_,
+            misfit=lambda splits, mode, whole=whole: "it cannot be" if whole and splits else None,
+        )  # fmt: skip
         searched = {name for variant in found for name in variant.policies}
         assert searched | {name for line in left_out for name in POLICIES if name in line} >= set(POLICIES)
         assert found[0].policies[0] == "1f1b" and found[0].job.recompute == "none"
@@ -44,14 +48,58 @@ def test_every_policy_of_the_registry_is_searched_or_named():
             assert variant.split == POLICIES[variant.policies[0]].splits_backward
             for name in variant.policies:
                 assert POLICIES[name].stages_per_rank in (None, variant.job.stages_per_rank)
-        if ranks == 2 and not set_ and not compiled:
+        if ranks == 2 and not set_ and not whole:
             keys = {(v.job.stages_per_rank, v.split, v.job.recompute) for v in found}
             assert keys == {(n, s, m) for n in (1, 2) for s in (False, True) for m in ("none", "full")}
             assert searched == set(POLICIES) and not left_out
         if ranks == 4:
             assert any("8 stages of 4 layers" in line for line in left_out) and "v_shape" not in searched
-        if compiled:
-            assert any(line.startswith("zero_bubble: compiled") for line in left_out)
+        if whole:
+            assert any(line.startswith("zero_bubble") and line.endswith(": it cannot be") for line in left_out)
+
+
+def test_stages_that_a_policy_implies_are_its_own():
+    """interleaved has two stages a rank by itself; the others are then searched as if it were not there."""
+    job = make_job(dataclasses.replace(make_job().model, num_layers=4))
+    job = dataclasses.replace(job, num_ranks=2, parts=tuple(map(tuple, cut(4))), policy="mepipe")
+    for set_, plain in ((False, {1}), (True, {2})):
+        found, _ = variants(
+            job, cut, list(POLICIES), ["none"], stages_are_set=set_, misfit=lambda splits, mode: None
+        )
+        assert (found[0].policies[0], found[0].job.stages_per_rank) == ("mepipe", 2)
+        assert {v.job.stages_per_rank for v in found if "1f1b" in v.policies} == plain
+        assert {v.job.stages_per_rank for v in found if "mepipe" in v.policies} == plain | {2}
+
+
+def test_a_search_leaves_out_what_the_config_could_not_run(monkeypatch):
+    monkeypatch.setattr("torch.__version__", torch.torch_version.TorchVersion("2.11.0"))
+    compiled = ["--compile.enable", "--compile.components=model"]
+    graphs = ["--stateflow.cuda-graphs", "--stateflow.mixed-precision-alone", "--activation_checkpoint.mode=full"]
+    for arguments, split in ((compiled, {"none"}), (graphs, set()), ([], {"none", "full"})):
+        config = harness.parse(arguments)
+        scenario = type("Scenario", (), {"job": job_of(config), "job_config": config})
+        options = type("Options", (), {"policies": None, "recompute": ["none", "full"]})
+        found, left_out = plan_measured.searched_variants(options, scenario)
+        whole = {"full"} if arguments is graphs else {"none", "full"}
+        assert {v.job.recompute for v in found if v.split} == split
+        assert {v.job.recompute for v in found if not v.split} == whole
+        assert any("a recorded layer cannot do" in line for line in left_out) == (arguments is graphs)
+        assert any("before torch 2.13" in line for line in left_out) == (arguments is compiled)
+
+
+def test_a_stage_to_measure_computes_with_the_runs_working_weights():
+    mixed = ["--stateflow.mixed-precision-alone", "--training.mixed_precision_param=bfloat16"]
+    config = harness.parse([*mixed, "--activation_checkpoint.mode=full"])
+    job, cpu = job_of(config), torch.device("cpu")
+    stages = LocalStages(config, cpu)
+    for split in (False, True):
+        for length in (16, 32):
+            point = stages.measure(job, job.parts[1], split, 16, length)
+            assert min(point.forward, point.backward) > 0 and (point.weight is None) != split
+        parameters = list(stages._module.parameters())
+        assert {p.dtype for p in parameters} == {torch.float32} and job.compute_dtype == torch.bfloat16
+        assert stages._module.output.weight.dtype == torch.bfloat16
+        assert all(p.grad is not None for p in parameters)
 
 
 @pytest.mark.parametrize("part", [0, 1])

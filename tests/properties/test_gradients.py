@@ -11,23 +11,25 @@ from stateflow.chunks import ChunkPlan
 from stateflow.faults import FAULTS
 from stateflow.pipeline.local import run_local
 from stateflow.pipeline.policies import POLICIES
+from stateflow.recompute import Recomputed
 from tests import cases
 from tests.pipeline.test_checker import random_schedule
 
 TOLERANCE = 1e-10
 
 layer_kinds = st.lists(st.sampled_from(["gdn", "mamba3", "attention"]), min_size=1, max_size=4)
+recomputations = st.sampled_from([None, cases.checkpoint_wrapper, Recomputed])
 chunk_lengths = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 
 
 def run_pipeline(model, plan, tokens, labels, *, policy="1f1b", ranks=1, per_rank=1, microbatches=1, docs=None,
-                 recompute=False, initial=None, weight_lag=None, schedule=None):
+                 recompute=None, initial=None, weight_lag=None, schedule=None):
     """Gradients and mean loss of the chunked pipeline, all ranks in this process."""
     schedule = schedule or cases.schedule_of(policy, ranks, microbatches, plan, per_rank, weight_lag)
     stages = cases.make_stages(model, schedule.num_stages, plan)
-    if recompute:
+    if recompute is not None:
         for stage in stages:
-            cases.checkpoint_blocks(stage.module)
+            cases.checkpoint_blocks(stage.module, recompute)
     for stage, states in zip(stages, initial or [{}] * len(stages), strict=True):
         for microbatch, carries in states.items():
             stage.start(microbatch, carries)
@@ -40,7 +42,7 @@ def run_pipeline(model, plan, tokens, labels, *, policy="1f1b", ranks=1, per_ran
 @settings(max_examples=300)
 @given(
     kinds=layer_kinds, lengths=chunk_lengths, microbatches=st.integers(1, 3), ranks=st.integers(1, 3),
-    policy=st.sampled_from(sorted(POLICIES)), ignore=st.sampled_from([0.0, 0.5, 0.95]), recompute=st.booleans(),
+    policy=st.sampled_from(sorted(POLICIES)), ignore=st.sampled_from([0.0, 0.5, 0.95]), recompute=recomputations,
     documents=st.booleans(), seed=st.integers(0, 10_000), per_rank=st.integers(1, 2), batch=st.integers(1, 2),
     weight_lag=st.sampled_from([None, 0, 1, 3]),
 )  # fmt: skip
@@ -75,7 +77,7 @@ def test_every_gradient_equals_the_unchunked_reference(
     kinds=st.lists(st.sampled_from(["gdn", "mamba3", "attention"]), min_size=5, max_size=5), lengths=chunk_lengths,
     seed=st.integers(0, 10_000), ranks=st.integers(1, 3),
     extra_stages=st.integers(0, 2), microbatches=st.integers(1, 3),
-    split=st.sampled_from([0.0, 0.5, 1.0]), recompute=st.booleans(),
+    split=st.sampled_from([0.0, 0.5, 1.0]), recompute=recomputations,
 )  # fmt: skip
 def test_any_legal_table_gives_the_gradients_of_the_reference(
     kinds, seed, lengths, ranks, extra_stages, microbatches, split, recompute

@@ -44,6 +44,15 @@ def parse(args: list[str]):
     return ConfigManager().parse_args(["--job.config_file", str(CONFIG), *SMALL, *args])
 
 
+def parse_arguments(arguments: list[str]):
+    """The config of whole arguments of torchtitan."""
+    from torchtitan.config import ConfigManager
+
+    import stateflow.titan  # noqa: F401
+
+    return ConfigManager().parse_args(list(arguments))
+
+
 def _enter(rank: int, world_size: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
@@ -190,9 +199,9 @@ def dtypes(rank: int, group, *, world_size: int, port: int, args: list[str]) -> 
         out = forward(self, a, i, x, **kwargs)
         if x.is_floating_point():
             note("activation", x)
-        for layer, name in self.spec.carries:
-            if a in self._carries:
-                note(name, self._carries[a][layer, name])
+        if a in self._carries:
+            for (_, name), carry in zip(self.spec.carries, self._carries[a], strict=True):
+                note(name, carry)
         for window in self._windows.get(a, ()):
             note("K/V", window.values)
         if kwargs.get("target") is not None:

@@ -19,7 +19,11 @@ REFUSED = {
     "--stateflow.weight-lag=-1 --stateflow.policy=mepipe": "weight_lag = -1 is too small; the least is 0",
     "--stateflow.policy=v_shape --parallelism.pipeline_parallel_layers_per_stage=3":
         "takes 2 stages a rank, which is 4",
-    "--stateflow.policy=zero_bubble --compile.enable --compile.components=model": "set [compile] enable = false",
+    "--stateflow.policy=zero_bubble --compile.enable --compile.components=model "
+    "--parallelism.tensor_parallel_degree=2 --stateflow.sequence-parallel-norms":
+        "'zero_bubble' splits the backward, which compiled blocks can do only where they get all tokens of a chunk",
+    "--stateflow.policy=interleaved --parallelism.pipeline_parallel_layers_per_stage=3":
+        "'interleaved' needs at least 2 stages a rank",
     "--stateflow.schedule-file=no/such.csv": "no/such.csv",
     "--stateflow.schedule-file=README.md": "line 3, cell 1 of the schedule",
     "--stateflow.num-chunks=0": "num_chunks = 0 is too small; the least is 1",
@@ -72,6 +76,16 @@ REFUSED = {
         "mixed_precision_alone = true is for pipelines",
     "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2":
         "data_parallel_replicate_degree = 2: set that to 1",
+    "--stateflow.cuda-graphs": "cuda_graphs = true needs mixed_precision_alone = true",
+    "--stateflow.cuda-graphs --stateflow.mixed-precision-alone --parallelism.tensor_parallel_degree=2":
+        "cuda_graphs = true needs mixed_precision_alone = true in a pipeline without data or tensor parallelism",
+    "--stateflow.cuda-graphs --stateflow.mixed-precision-alone --activation_checkpoint.mode=none":
+        'cuda_graphs = true records recomputed layers, [activation_checkpoint] mode = "none"',
+    "--stateflow.cuda-graphs --stateflow.mixed-precision-alone --activation_checkpoint.mode=full --compile.enable":
+        "cuda_graphs = true does not go with compiled blocks",
+    "--stateflow.cuda-graphs --stateflow.mixed-precision-alone --activation_checkpoint.mode=full "
+    "--stateflow.policy=zero_bubble":
+        "'zero_bubble' splits the backward, which a recorded layer cannot do: set [stateflow] cuda_graphs = false",
     "--stateflow.trace": "trace_steps = [3, 5] is beyond [training] steps =",
     "--stateflow.trace --stateflow.trace-steps 3 1": "trace_steps = [3, 1] must be the first and the last step",
     "--stateflow.trace --stateflow.trace-steps 1 1 --stateflow.no-enable": "trace = true records the schedule",
@@ -91,6 +105,7 @@ WRONG_TYPES = {
     "rope_reset": "yes",
     "sequence_parallel_norms": "yes",
     "mixed_precision_alone": "yes",
+    "cuda_graphs": 1,
     "tokenizer": 7,
     "kernels": ["auto"],
     "weight_lag": True,

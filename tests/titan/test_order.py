@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from stateflow.cli import main
 from stateflow.pipeline.policies import POLICIES, build_schedule
@@ -45,13 +46,53 @@ def test_the_text_form_can_be_run_too(tmp_path):
         (dict(), ["--training.local_batch_size=3"], "is of 2 microbatches, this run of 3; .*local_batch_size"),
         (dict(policy="1f1b", stages_per_rank=2), ["--parallelism.pipeline_parallel_layers_per_stage=3"], "of 4 stages"),
         (dict(), ["--stateflow.policy=gpipe"], "drop policy, weight_lag and plan"),
-        (dict(), ["--compile.enable", "--compile.components=model"], "has I and W, which compiled blocks cannot do"),
+        (dict(), ["--stateflow.num-chunks=8"], "is of 4 chunks a sequence, this run of 8; set .* num_chunks = 4, or"),
+        (dict(), ["--stateflow.num-chunks=2"], "is of 4 chunks a sequence, this run of 2; set .* num_chunks = 4, or"),
+        (
+            dict(), ["--stateflow.num-chunks=None", "--stateflow.chunk-lengths", "48", "48"],
+            "is of 4 chunks a sequence, this run of 2; set .stateflow. chunk_lengths to 4 lengths",
+        ),
+        (
+            dict(),
+            ["--compile.enable", "--compile.components=model", "--parallelism.tensor_parallel_degree=2",
+             "--stateflow.sequence-parallel-norms"],
+            "has I and W, which compiled blocks can do only where they get all tokens .* sequence_parallel_norms = fal",
+        ),
     ],
 )
 def test_a_table_of_another_run_is_refused(tmp_path, table, overrides, message):
     argument = write_table(tmp_path / "table.csv", **table)
     with pytest.raises(ValueError, match=message):
         harness.parse([*argument, *overrides])
+
+
+def test_compiled_blocks_that_would_not_recompute_are_refused(monkeypatch):
+    split = ["--stateflow.policy=zero_bubble", "--compile.enable", "--compile.components=model"]
+    full = "--activation_checkpoint.mode=full"
+    for version, refused in (("2.11.0+cu130", True), ("2.13.0", False)):
+        monkeypatch.setattr("torch.__version__", torch.torch_version.TorchVersion(version))
+        harness.parse(split)
+        if refused:
+            with pytest.raises(ValueError, match="before torch 2.13 .here 2.11.0.cu130. compiled blocks then keep"):
+                harness.parse([*split, full])
+        else:
+            harness.parse([*split, full])
+
+
+def test_who_interleaves_has_two_stages_a_rank():
+    """As in torchtitan; one on purpose is refused where it would be another policy."""
+    per_stage = "--parallelism.pipeline_parallel_layers_per_stage"
+    for policy in ("interleaved", "mepipe"):
+        config = harness.parse([f"--stateflow.policy={policy}", *SPREAD])
+        assert (num_stages(config), placement(config)) == (4, (0, 1, 0, 1))
+    assert num_stages(harness.parse(["--stateflow.policy=mepipe", f"{per_stage}=2", *SPREAD])) == 2
+    assert num_stages(harness.parse(["--stateflow.policy=interleaved", f"{per_stage}=1", *SPREAD])) == 4
+    with pytest.raises(ValueError, match="'interleaved' needs at least 2 stages a rank, .* = 2 gives one; set it to 1"):
+        harness.parse(["--stateflow.policy=interleaved", f"{per_stage}=2", *SPREAD])
+    with pytest.raises(ValueError, match="8 stages, 2 a rank, and it has 4 layers .*use .*parallel_degree = 2, or a p"):
+        harness.parse(["--stateflow.policy=interleaved", "--parallelism.pipeline_parallel_degree=4", *SPREAD])
+    with pytest.raises(ValueError, match="'v_shape' cuts the model into 8 stages"):
+        harness.parse(["--stateflow.policy=v_shape", "--parallelism.pipeline_parallel_degree=4", *SPREAD])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from stateflow.faults import FAULTS
 from tests.titan import harness
@@ -46,6 +47,16 @@ VERIFIED = {
     "PP2, full recomputation": (2, [PP2, "--activation_checkpoint.mode=full"]),
     "PP2, selective recomputation": (
         2, [PP2, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+    ),
+    "PP2, working weights, accumulation, full recomputation": (
+        2, [PP2, "--stateflow.mixed-precision-alone", ACCUMULATE, "--activation_checkpoint.mode=full"],
+    ),
+    "PP2, working weights, zero_bubble": (
+        2, [PP2, "--stateflow.mixed-precision-alone", "--stateflow.policy=zero_bubble"],
+    ),
+    "PP2, torchtitan's 1F1B, full recomputation": (2, [PP2, OFF, "--activation_checkpoint.mode=full"]),
+    "PP2, working weights, whole sequences, torchtitan's 1F1B": (
+        2, [PP2, OFF, "--stateflow.mixed-precision-alone", "--activation_checkpoint.mode=full"],
     ),
     "PP2 x FSDP2": (4, [PP2, FSDP2]),
     "PP2 x FSDP2, accumulation, full recomputation": (
@@ -100,7 +111,19 @@ def test_verify_notices_each_planted_fault(titan, fault):
         assert difference > 1e-4
 
 
-@pytest.mark.parametrize("layout", [[PP2], [PP2, FSDP2], [PP2, FSDP2, MAMBA3]], ids=["PP2", "PP2xFSDP2", "mamba3"])
+recomputes_compiled = pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused before torch 2.13")
+SPLIT = ["--stateflow.policy=mepipe", "--activation_checkpoint.mode=full", *SPREAD]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param([PP2], id="PP2"),
+        pytest.param([PP2, FSDP2], id="PP2xFSDP2"),
+        pytest.param([PP2, FSDP2, MAMBA3], id="mamba3"),
+        pytest.param([PP2, *SPLIT], id="split, recomputed", marks=[nightly, recomputes_compiled]),
+    ],
+)
 def test_compiled_blocks(titan, layout):
     compiled = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
     world_size = 4 if FSDP2 in layout else 2
@@ -131,6 +154,12 @@ def test_mixed_precision_without_data_parallelism(four):
     for difference, name in four.verify(4, *args):
         assert difference <= 1e-10, (name, difference)
     first, *_, last = four.call(harness.dtypes, 4, *args, BOTH, BF16)
+    assert {**first, **last} == expected_dtypes()
+
+
+def test_mixed_precision_with_working_weights(titan):
+    args = ["--stateflow.mixed-precision-alone", "--activation_checkpoint.mode=full", BOTH, BF16]
+    first, last = titan.call(harness.dtypes, 2, PP2, *args)
     assert {**first, **last} == expected_dtypes()
 
 
@@ -165,6 +194,31 @@ def test_resume_with_other_chunks_policy_and_layout(titan, tmp_path):
         assert sorted(resumed.losses) == [2, 3], args
         expected = {step: whole.losses[step] for step in (2, 3)}
         assert resumed.losses == pytest.approx(expected, rel=2e-5), args
+
+
+def test_what_a_v_saves_others_resume(titan, tmp_path):
+    """The first rank knows the loss, and so logs; a checkpoint is the whole model's, wherever its stages are."""
+    v_shape = [PP2, "--stateflow.policy=v_shape", *SPREAD]
+    save = ["--checkpoint.enable", "--checkpoint.interval=1", f"--job.dump_folder={tmp_path}"]
+    whole = titan.train(2, *v_shape, *save, log_rank=0)
+    load = ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.load_step=1", save[-1]]
+    for world_size, args, log_rank in ((1, [PP1], -1), (2, v_shape, 0)):
+        resumed = titan.train(world_size, *args, *load, log_rank=log_rank)
+        assert resumed.losses == pytest.approx({step: whole.losses[step] for step in (2, 3)}, rel=2e-5), args
+
+
+def test_resume_with_working_weights(titan, tmp_path):
+    """Written with them and read without, and the other way round: float32 parameters and optimizer state."""
+    own = ["--stateflow.mixed-precision-alone", "--training.mixed_precision_param=float32"]
+    own.append("--activation_checkpoint.mode=full")
+    load = ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.load_step=1"]
+    for i, (first, second) in enumerate([(own, []), ([], own)]):
+        folder = f"--job.dump_folder={tmp_path / str(i)}"
+        whole = titan.train(2, PP2, *first, "--checkpoint.enable", "--checkpoint.interval=1", folder)
+        resumed = titan.train(2, PP2, *second, *load, folder)
+        expected = {step: whole.losses[step] for step in (2, 3)}
+        assert resumed.losses == pytest.approx(expected, rel=2e-5)
+        assert resumed.grad_norms[2] == pytest.approx(whole.grad_norms[2], rel=1e-4)
 
 
 def test_tensorboard_and_the_log_folder(titan, tmp_path):

@@ -95,8 +95,22 @@ class Scenario:
     job: Job
     analytic: Analytic
 
+    @property
+    def order(self) -> str:
+        """Whose order of the units it is: the policy, or the file of a table."""
+        return self.job.policy if self.analytic.table is None else Path(self.job_config.stateflow.schedule_file).name
+
     def plan(self, options: argparse.Namespace) -> ChunkPlan:
         """The cut that options and config ask for; --num-chunks and --skew come before the config's."""
+        plan, table = self._plan(options), self.analytic.table
+        if table is not None and table.num_chunks != plan.num_chunks:
+            raise ValueError(
+                f"--num-chunks {plan.num_chunks}: the table of [stateflow] schedule_file is of {table.num_chunks} "
+                "chunks a sequence; leave the option out"
+            )
+        return plan
+
+    def _plan(self, options: argparse.Namespace) -> ChunkPlan:
         from stateflow.titan.config import DEFAULT_NUM_CHUNKS, make_plan
 
         section = self.job_config.stateflow
@@ -111,6 +125,7 @@ def read_scenario(options: argparse.Namespace, overrides: Sequence[str]) -> Scen
     from stateflow.pipeline.policies import POLICIES
     from stateflow.planning.analytic import Analytic
     from stateflow.planning.devices import GIB, device_named
+    from stateflow.titan.order import read_schedule_file
     from stateflow.titan.planning import job_of
 
     device = device_named(options.device)
@@ -127,7 +142,15 @@ def read_scenario(options: argparse.Namespace, overrides: Sequence[str]) -> Scen
     if options.memory is not None and options.memory <= 0:
         raise ValueError(f"--memory {options.memory:g}: must be above 0 GiB")
     limit = None if options.memory is None else options.memory * GIB
-    return Scenario(job_config, job, Analytic(job, device, limit))
+    table = None
+    if job_config.stateflow.schedule_file is not None:
+        table = read_schedule_file(job_config)
+        if table.num_microbatches != job.num_microbatches:
+            raise ValueError(
+                f"--microbatches {job.num_microbatches}: the table of [stateflow] schedule_file is of "
+                f"{table.num_microbatches}; leave the option out"
+            )
+    return Scenario(job_config, job, Analytic(job, device, limit, table))
 
 
 def device_text(options: argparse.Namespace, scenario: Scenario) -> str:

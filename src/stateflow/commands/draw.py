@@ -47,7 +47,7 @@ def simulated(options: argparse.Namespace, scenario: Scenario) -> dict:
         shifted.append([type(p)(p.time, p.num_bytes + static) for p in points])
     return picture_data(
         simulation.spans,
-        title=f"{job.policy}, {job.describe()}, chunks of {' + '.join(map(str, plan.lengths))}",
+        title=f"{scenario.order}, {job.describe()}, chunks of {' + '.join(map(str, plan.lengths))}",
         source="simulated",
         lengths=plan.lengths,
         memory=shifted,

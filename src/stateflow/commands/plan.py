@@ -37,6 +37,12 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ValueError(
             "[parallelism] pipeline_parallel_degree = 1 has no pipeline to plan; give --ranks P, or set the degree"
         )
+    if scenario.analytic.table is not None:
+        raise ValueError(
+            f"[stateflow] schedule_file = {scenario.job_config.stateflow.schedule_file!r} is the order of one number "
+            "of chunks, and a plan searches orders: drop the key (--stateflow.schedule-file None), or see stateflow "
+            "compare and simulate"
+        )
     if not options.json and (remark := parts_without_layers(scenario.job)) is not None:
         print(f"note: {remark}")
     if options.analytic:

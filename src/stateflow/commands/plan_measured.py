@@ -114,14 +114,9 @@ def refuse(options: argparse.Namespace, scenario: Scenario) -> None:
     """Raises ValueError, with the least change, where nothing can be measured here or a plan could not be used."""
     import torch
 
-    job, section = scenario.job, scenario.job_config.stateflow
+    job = scenario.job
     if options.device is not None:
         raise ValueError(f"--device {options.device} is for --analytic; a measured plan is for the device at hand")
-    if section.schedule_file is not None:
-        raise ValueError(
-            f"[stateflow] schedule_file = {section.schedule_file!r} sets the order of the units, which is what a plan "
-            "chooses: drop it (on the command line: --stateflow.schedule-file None)"
-        )
     here = torch.cuda.device_count() if torch.cuda.is_available() else None
     if here is not None and here < job.tensor_parallel:
         raise ValueError(
@@ -134,6 +129,7 @@ def searched_variants(options: argparse.Namespace, scenario: Scenario):
     """(variants, what cannot be searched and why)."""
     from stateflow.pipeline.policies import POLICIES, find_policy
     from stateflow.planning.variants import variants
+    from stateflow.titan.order import backward_misfit
     from stateflow.titan.planning import part_names
 
     job, config = scenario.job, scenario.job_config
@@ -144,7 +140,7 @@ def searched_variants(options: argparse.Namespace, scenario: Scenario):
     stages_are_set = p.pipeline_parallel_layers_per_stage is not None or p.module_fqns_per_model_part is not None
     found, left_out = variants(
         job, lambda count: part_names(config, count), names, options.recompute or [job.recompute],
-        stages_are_set=stages_are_set, compiled=config.compile.enable and "model" in config.compile.components,
+        stages_are_set=stages_are_set, misfit=lambda splits, mode: backward_misfit(config, splits, mode),
     )  # fmt: skip
     if not found:
         raise ValueError(f"--policies {' '.join(names)}: none can be searched: {'; '.join(left_out)}")

@@ -189,9 +189,15 @@ def chunk_by_chunk(options, scenario: Scenario, overrides, measured, candidates:
     return times
 
 
-def train_for_a_trace(arguments: Sequence[str], nproc: int, folder: Path):
-    """Trains a few steps in ``folder`` under torchrun: (the trace, "") or (None, the error that ended it)."""
-    from stateflow.titan.trials import Trial, run_trials
+def train_for_a_trace(arguments: Sequence[str], nproc: int, folder: Path, timeout: float | None = None):
+    """Trains a few steps in ``folder`` under torchrun: (the trace, "") or (None, the error that ended it).
 
-    (outcome,) = run_trials(arguments, [Trial([], str(folder / "trace"))], nproc, folder)
-    return outcome.trace, outcome.trouble
+    A run that is not done after ``timeout`` seconds is ended.
+    """
+    from stateflow.titan.trials import PATIENCE, Trial, run_trials
+
+    trials, patience = [Trial([], str(folder / "trace"))], max(PATIENCE, timeout or 0.0)
+    outcomes = run_trials(arguments, trials, nproc, folder, timeout, patience=patience)
+    if not outcomes:
+        return None, f"not done after {timeout:g} s"
+    return outcomes[0].trace, outcomes[0].trouble

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     ranks = range(job.num_ranks)
     shares = lost.shares()
     figures = {
-        "policy": job.policy,
+        "policy": scenario.order,
         "lengths": list(plan.lengths),
         "step_time": simulation.step_time,
         "tokens_per_second": tokens / simulation.step_time,
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     print(job.describe())
     source = f"costs from {options.cost_file}" if options.cost_file else device_text(options, scenario)
-    print(f"{source}\n{job.policy}, {plan}")
+    print(f"{source}\n{scenario.order}, {plan}")
     if (remark := parts_without_layers(job)) is not None:
         print(f"note: {remark}")
     print()

@@ -32,7 +32,12 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, state: State, docs: Tensor | None) -> tuple[Tensor, State]:
         """The new residual stream, and the update of the mixer's state as `Mixer.update` defines it."""
+        residual_BTD, hidden_BTF, update = self.up_to_last(x_BTD, state, docs)
+        return residual_BTD + self.feed_forward.w2(hidden_BTF), update
+
+    def up_to_last(self, x_BTD: Tensor, state: State, docs: Tensor | None) -> tuple[Tensor, Tensor, State]:
+        """All but the last projection w2: what is added to its output, its input, and the update of the state."""
         operands, side, first = self.mixer.pre(self.mixer_norm(x_BTD), state, docs)
         mixed_BTHV, rest = self.mixer.core(operands, state, docs)
         x_BTD = x_BTD + self.mixer.out(mixed_BTHV, side)
-        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD)), first + rest
+        return x_BTD, self.feed_forward.hidden(self.ffn_norm(x_BTD)), first + rest

@@ -31,4 +31,8 @@ class FeedForward(nn.Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(self.hidden(x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What w2 projects back, [..., hidden_dim]."""
+        return F.silu(self.w1(x)) * self.w3(x)

@@ -81,12 +81,19 @@ class Policy:
         placement: of the stages on the ranks.
         splits_backward: whether it issues I and W, and so takes ``weight_lag``.
         stages_per_rank: the only number it takes; None for any.
+        interleaves: whether its point is to have several stages a rank.
     """
 
     build: Callable[[Sizes], Schedule]
     placement: Placement = loop_placement
     splits_backward: bool = False
     stages_per_rank: int | None = None
+    interleaves: bool = False
+
+    @property
+    def default_stages_per_rank(self) -> int:
+        """Where nobody says: two for those that interleave, as in torchtitan."""
+        return self.stages_per_rank or (2 if self.interleaves else 1)
 
 
 POLICIES: dict[str, Policy] = {}
@@ -205,7 +212,7 @@ def all_forward_all_backward(sizes: Sizes) -> Schedule:
     return sizes.schedule("gpipe", loop_placement(sizes.num_ranks, sizes.num_stages), tuple(rows))
 
 
-@register_policy("interleaved")
+@register_policy("interleaved", interleaves=True)
 def interleaved(sizes: Sizes) -> Schedule:
     """Megatron's interleaved 1F1B, generalised to units: V stages a rank take turns in groups of G units.
 
@@ -242,7 +249,7 @@ def zero_bubble(sizes: Sizes) -> Schedule:
     return sizes.schedule("zero_bubble", loop_placement(sizes.num_ranks, sizes.num_stages), tuple(rows))
 
 
-@register_policy("mepipe", splits_backward=True)
+@register_policy("mepipe", splits_backward=True, interleaves=True)
 def mepipe(sizes: Sizes) -> Schedule:
     """MEPipe's idea: stages of slices interleaved, and weight gradients wherever a rank would be idle.
 

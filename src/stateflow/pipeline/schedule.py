@@ -167,16 +167,18 @@ class Schedule:
         return "".join(",".join(map(str, actions)) + "\n" for actions in self.table)
 
     @classmethod
-    def from_csv(cls, text: str, num_chunks: int) -> Schedule:
+    def from_csv(cls, text: str, num_chunks: int | None = None) -> Schedule:
         """A schedule from a table of actions; everything else follows from it. It may be wrong, as any schedule.
 
         One line a rank. A cell is an action, ``2F1.3``, or as torch writes it with the index of the unit, ``2F7`` for
-        a * num_chunks + i = 7; empty cells are idle time and are skipped, as are lines that start with #.
+        a * num_chunks + i = 7; empty cells are idle time and are skipped, as are lines that start with #. A table with
+        cells of the second kind is of ``num_chunks`` chunks; otherwise it says itself how many there are.
 
         Raises:
             ValueError: naming line and cell that cannot be read.
         """
         rows: list[tuple[Action, ...]] = []
+        by_unit = False
         lines = [line.strip() for line in text.splitlines()]
         for number, line in enumerate(lines, start=1):
             if not line or line.startswith("#"):
@@ -186,6 +188,7 @@ class Schedule:
                 if not word.strip():
                     continue
                 try:
+                    by_unit |= _TORCH_ACTION.fullmatch(word.strip()) is not None
                     row.append(_parse_cell(word.strip(), num_chunks))
                 except ValueError as error:
                     raise ValueError(f"line {number}, cell {cell} of the schedule: {error}") from None
@@ -197,6 +200,8 @@ class Schedule:
         if missing:
             raise ValueError(f"no rank of the schedule runs stage {missing[0]}, but one runs stage {max(owners)}")
         num_stages = len(owners)
+        if not by_unit:
+            num_chunks = 1 + max(action.chunk for row in rows for action in row)
         return cls(
             policy="imported",
             num_ranks=len(rows),
@@ -252,11 +257,13 @@ def _parse_row(text: str, expected_rank: int) -> tuple[Action, ...]:
     return tuple(Action.parse(word) for word in actions.split())
 
 
-def _parse_cell(word: str, num_chunks: int) -> Action:
+def _parse_cell(word: str, num_chunks: int | None) -> Action:
     """An action as ``Action.parse`` or as torch writes it."""
     match = _TORCH_ACTION.fullmatch(word)
     if match is None:
         return Action.parse(word)
+    if num_chunks is None:
+        raise ValueError(f"{word!r} counts units, which need a number of chunks; write microbatch.chunk, as in 2F1.3")
     stage, kind, unit = match.groups()
     return Action(int(stage), Kind(kind), *divmod(int(unit), num_chunks))
 

@@ -111,7 +111,7 @@ class ChunkStage:
     def __post_init__(self) -> None:
         self.spec = BoundarySpec(self.module.state_spec(self.activation_dtype))
         self._units: dict[tuple[int, int], _Unit] = {}
-        self._carries: dict[int, TensorDict] = {}  # microbatch -> state that its next chunk starts from
+        self._carries: dict[int, list[Tensor]] = {}  # microbatch -> state that its next chunk starts from
         self._windows: dict[int, list[SequenceWindow]] = {}
         self._next_chunk: dict[int, int] = {}
         self._state_grads: dict[tuple[int, int], list[Tensor | None]] = {}  # unit -> gradient of its outgoing carries
@@ -127,7 +127,7 @@ class ChunkStage:
     def split_backward(self) -> None:
         """Prepares the module for I and W; call it once the module is wrapped, before the first forward.
 
-        Raises ValueError for compiled modules.
+        Raises ValueError for modules compiled in place.
         """
         if self._deferred is None:
             self._deferred = DeferredWeights(self.module)
@@ -173,37 +173,36 @@ class ChunkStage:
         if self.loss_fn is not None and target is not None:
             output = self.loss_fn(output, target)
 
-        outgoing = self.spec.carries_of(updates, x.shape[0])
+        outgoing = self.spec.carry_tensors(updates)
         fresh = self.spec.windows_of(updates)
         self._write_windows(microbatch, start, fresh)
         last_chunk = chunk == self.plan.num_chunks - 1
         # The final state of a sequence goes nowhere; keeping it out of the root spares its backward.
-        handed_on = [] if last_chunk else self.spec.carry_list(outgoing)
+        handed_on = [] if last_chunk else outgoing
         if training:
-            leaves = self.spec.carry_list(carries)
-            self._units[microbatch, chunk] = self._record(x, leaves, output, handed_on, fresh)
+            self._units[microbatch, chunk] = self._record(x, carries, output, handed_on, fresh)
         if last_chunk:
             self._next_chunk.pop(microbatch, None)
             if not training:
                 self._windows.pop(microbatch, None)
         else:
             self._next_chunk[microbatch] = chunk + 1
-            self._carries[microbatch] = outgoing.apply(own_storage)
+            self._carries[microbatch] = [own_storage(t) for t in outgoing]
         self._note_usage()
         return _detach(output)
 
-    def _incoming_carries(self, microbatch: int, chunk: int, x: Tensor, training: bool) -> TensorDict:
+    def _incoming_carries(self, microbatch: int, chunk: int, x: Tensor, training: bool) -> list[Tensor]:
         if chunk > 0:
             carries = self._carries.pop(microbatch)
         elif microbatch in self._initial:
-            carries = self._initial[microbatch].apply(Tensor.detach)
+            carries = [t.detach() for t in self.spec.carry_list(self._initial[microbatch])]
             if not training:
                 del self._initial[microbatch]
         else:
             zeros = self.module.initial_state(x.shape[0], x.device, self.activation_dtype)
-            carries = self.spec.carries_of(zeros, x.shape[0])
+            carries = self.spec.carry_tensors(zeros)
         # Chunk 0's zeros require grad too, so that compiled blocks see one kind of input and build one graph.
-        return carries.apply(lambda t: t.requires_grad_(training))
+        return [t.requires_grad_(training) for t in carries]
 
     def _incoming_prefixes(self, microbatch: int, start: int, x: Tensor, training: bool) -> list[Tensor]:
         if start == 0:
@@ -349,7 +348,7 @@ class ChunkStage:
         held = {id(t): t for unit in self._units.values() for t in unit.carries}
         chunk0 = {id(t) for (_, chunk), unit in self._units.items() if chunk == 0 for t in unit.carries}
         carries = [t for key, t in held.items() if key not in chunk0]
-        carries += [t for state in self._carries.values() for t in self.spec.carry_list(state)]
+        carries += [t for state in self._carries.values() for t in state]
         grads = [g for gs in self._state_grads.values() for g in gs if g is not None]
         in_flight = self._units.keys() | self._weight_work.keys()
         return StageUsage(

@@ -44,11 +44,15 @@ class Cell:
 
 @dataclass
 class Analytic:
-    """Costs of one job on one device; schedules are built once for each (policy, N)."""
+    """Costs of one job on one device; schedules are built once for each (policy, N).
+
+    ``table`` is a schedule that the job runs instead of its policy's, where it is cut into as many chunks.
+    """
 
     job: Job
     device: Device
     memory_limit: float | None = None  # bytes a rank may use; the device's usable memory if None
+    table: Schedule | None = None
     stages: list[StageCost] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,6 +60,9 @@ class Analytic:
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._lowered: dict[tuple[str, int], list[list[Action]]] = {}
         self._stage_to_rank = find_policy(self.job.policy).placement(self.job.num_ranks, len(self.job.parts))
+        if self.table is not None:
+            self._stage_to_rank = self.table.stage_to_rank
+            self._schedules[self.job.policy, self.table.num_chunks] = self.table
         self._static = [static_bytes(self.job, stage.parameters) for stage in self.stages]
 
     @property
@@ -116,6 +123,29 @@ class Analytic:
         stage, (start, stop) = self.stages[stage_index], plan.span(chunk)
         work = self._work_seconds(self._flops(kind, stage, start, stop - start))
         return max(work, self._launch_seconds(kind, stage))
+
+    def exchanged_cost(self, plan: ChunkPlan) -> Cost:
+        """``cost`` if ranks could lend each other attention at no cost: its time is the mean over stages and chunks.
+
+        An action of a kind then takes its own projections and recurrences, and as much attention as any other action
+        of that kind: what runs at the same time is always balanced. An upper bound of what an exchange of attention
+        between ranks (SlimPipe, arXiv 2504.14519, does it for equal chunks) can give to a schedule: messages, waiting
+        and the lengths of the queue that such an exchange has to form are left out.
+        """
+        pairs = [(stage, plan.span(chunk)) for stage in self.stages for chunk in range(plan.num_chunks)]
+        mean: dict[Kind, float] = {}
+
+        def flops(kind: Kind, stage: StageCost, span: tuple[int, int]) -> dict[str, float]:
+            return self._flops(kind, stage, span[0], span[1] - span[0])
+
+        def seconds(action: Action) -> float:
+            if action.kind not in mean:
+                work = [flops(action.kind, *pair).get("attention", 0.0) for pair in pairs]
+                mean[action.kind] = self._work_seconds({"attention": sum(work) / len(work)})
+            own = flops(action.kind, self.stages[action.stage], plan.span(action.chunk))
+            return self._work_seconds({**own, "attention": 0.0}) + mean[action.kind]
+
+        return seconds
 
     def overhead(self, plan: ChunkPlan) -> Cost:
         """The part of the cost that whole sequences would not have: waiting for the host's launches."""

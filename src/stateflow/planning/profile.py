@@ -56,7 +56,7 @@ def measure(
     With ``split`` the backward is I and then W; the module is left prepared for that. Ranks of tensor parallelism call
     this together: ``agree`` gives all of them the largest of each figure.
 
-    Raises ValueError with ``split`` for a compiled module.
+    Raises ValueError with ``split`` for a module compiled in place.
     """
     lengths = [n for n in (start, length, TAIL) if n]
     plan = ChunkPlan.explicit(sum(lengths), lengths)

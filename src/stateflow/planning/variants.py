@@ -32,28 +32,28 @@ class Variant:
 
 def variants(
     job: Job, part_names: Callable[[int], Sequence[Sequence[str]]], policies: Sequence[str], modes: Sequence[str], *,
-    stages_are_set: bool, compiled: bool,
+    stages_are_set: bool, misfit: Callable[[bool, str], str | None],
 ) -> tuple[list[Variant], list[str]]:
-    """All variants, the job's own first, and a line for each (policy, stages a rank) that cannot be.
+    """All variants, the job's own first, and a line for each (policy, stages a rank, mode) that cannot be.
 
     Args:
         job: as configured.
         part_names: how the model is cut into so many stages; raises ValueError where it cannot be.
         policies, modes: what to search.
         stages_are_set: the config says how many stages there are, so a plan cannot.
-        compiled: blocks are compiled, which rules out a split backward.
+        misfit: why a backward cannot be split or not (the first argument) under a mode; None where it can.
     """
     own = job.stages_per_rank
+    least = own if stages_are_set else 1  # what the job's policy implies is not asked of the others
     groups: dict[tuple[int, bool], list[str]] = {}
     left_out = []
     for name in sorted(policies, key=lambda name: name != job.policy):
         traits = find_policy(name)
-        if traits.splits_backward and compiled:
-            left_out.append(f"{name}: compiled blocks cannot put off weight gradients; [compile] enable = false could")
-            continue
-        numbers = [traits.stages_per_rank or own]
+        numbers = [traits.stages_per_rank or least]
         if traits.stages_per_rank is None and not stages_are_set and name in INTERLEAVING:
-            numbers = sorted({own, 2})
+            numbers = [1, 2]
+        if name == job.policy:
+            numbers = [own, *(n for n in numbers if n != own)]
         if stages_are_set and traits.stages_per_rank not in (None, own):
             left_out.append(
                 f"{name}: takes {traits.stages_per_rank} stages a rank, the config sets {own}; leave out [parallelism] "
@@ -70,6 +70,9 @@ def variants(
     for mode in modes:
         one = job if mode == job.recompute else job.with_recompute(mode)
         for (per_rank, split), names in groups.items():
+            if (reason := misfit(split, mode)) is not None:
+                left_out.append(f"{', '.join(names)} with {per_rank} stages a rank, recomputation {mode}: {reason}")
+                continue
             try:
                 parts = job.parts if per_rank == own else tuple(map(tuple, part_names(per_rank * job.num_ranks)))
             except ValueError as error:

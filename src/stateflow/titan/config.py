@@ -73,6 +73,8 @@ class StateFlow:
     """First and last pipeline step to trace, counted from 1"""
     mixed_precision_alone: bool = False
     """Under a pipeline without FSDP, too, compute in mixed_precision_param, with parameters in training.dtype"""
+    cuda_graphs: bool = False
+    """Launch each recurrent layer's forward and backward as one CUDA graph, recorded once for each chunk length"""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json or of the folder that holds one"""
     model: ModelOverrides = field(default_factory=ModelOverrides)
@@ -95,8 +97,8 @@ def _is_int(value) -> bool:
 
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
-    flags = ("reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone", "trace")
-    for name in ("enable", *flags):
+    flags = ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone")
+    for name in (*flags, "cuda_graphs", "trace"):
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name, least in (("num_chunks", 1), ("chunk_multiple", 1), ("weight_lag", 0)):
@@ -289,7 +291,7 @@ def _check_sequence_parallel(job_config, plan: ChunkPlan) -> None:
 
 def num_stages(job_config) -> int:
     """Stages of the pipeline: as many as ``pipeline_parallel_layers_per_stage`` asks for, else those of the schedule
-    file, the plan or the policy, which is one a rank for most.
+    file, the plan or the policy: one a rank, or two where stages are interleaved, as torchtitan has it.
     """
     from stateflow.titan.flavors import resolve_model
 
@@ -306,7 +308,7 @@ def num_stages(job_config) -> int:
             return read_schedule_file(job_config).num_stages
         if options.plan is not None:
             return read_plan(Path(options.plan)).target.stages
-        return degree * (POLICIES[options.policy or DEFAULT_POLICY].stages_per_rank or 1)
+        return degree * POLICIES[options.policy or DEFAULT_POLICY].default_stages_per_rank
     layers = resolve_model(job_config).num_layers
     weights = p.pipeline_parallel_first_stage_less_layers + p.pipeline_parallel_last_stage_less_layers
     return -(-(layers + weights) // per_stage)
@@ -406,8 +408,19 @@ def _check_kernels(options: StateFlow, model) -> None:
 
 
 def mixed_precision_alone(job_config) -> bool:
-    """Whether blocks are wrapped by FSDP2 on one rank each, for its mixed precision only."""
+    """Whether a rank computes in mixed precision with nothing that shards: by working weights, or FSDP2 on one rank."""
     return job_config.stateflow.mixed_precision_alone and job_config.parallelism.data_parallel_shard_degree in (-1, 1)
+
+
+def has_working_weights(job_config) -> bool:
+    """Whether mixed precision on one rank comes from `WorkingWeights`; from FSDP2 where these do not reach."""
+    training = job_config.training
+    return (
+        mixed_precision_alone(job_config)
+        and job_config.parallelism.tensor_parallel_degree == 1
+        and training.mixed_precision_reduce == training.dtype
+        and not training.enable_cpu_offload
+    )
 
 
 def _check_mixed_precision_alone(job_config) -> None:
@@ -425,6 +438,27 @@ def _check_mixed_precision_alone(job_config) -> None:
         f"[stateflow] mixed_precision_alone = true does not go with data_parallel_replicate_degree = {replicas}: "
         "set that to 1, or data_parallel_shard_degree to 2 or more, which brings mixed precision with it",
     )
+
+
+def _check_cuda_graphs(job_config) -> None:
+    """What a recorded layer needs: gradients that stay in place, and nothing in it that Python does in each unit."""
+    options = job_config.stateflow
+    if not options.cuda_graphs:
+        return
+    start = "[stateflow] cuda_graphs = true"
+    _expect(
+        has_working_weights(job_config),
+        f"{start} needs mixed_precision_alone = true in a pipeline without data or tensor parallelism, with [training] "
+        "dtype = mixed_precision_reduce and no CPU offload; set these, or cuda_graphs = false",
+    )
+    mode = job_config.activation_checkpoint.mode
+    _expect(
+        mode == "full",
+        f'{start} records recomputed layers, [activation_checkpoint] mode = "{mode}"; set mode = "full", or '
+        "cuda_graphs = false",
+    )
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    _expect(not compiled, f"{start} does not go with compiled blocks; drop [compile] enable, or cuda_graphs")
 
 
 def validate(job_config) -> None:
@@ -465,6 +499,7 @@ def validate(job_config) -> None:
     )
     _check_sequence_parallel(job_config, plan)
     _check_mixed_precision_alone(job_config)
+    _check_cuda_graphs(job_config)
     for name in ("context_parallel_degree", "expert_parallel_degree"):
         value = getattr(p, name)
         _expect(value == 1, f"[parallelism] {name} = {value} does not apply to these models; set it to 1")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from stateflow.chunks import ChunkPlan
 from stateflow.pipeline.checker import check_schedule
 from stateflow.pipeline.policies import POLICIES, build_schedule, check_options, loop_placement, v_placement
 from stateflow.pipeline.schedule import Schedule, ScheduleError
 from stateflow.titan.config import DEFAULT_POLICY, make_plan, num_stages, policy, weight_lag
 from stateflow.titan.config import _expect as expect
+from stateflow.titan.flavors import resolve_model
 
 V_SCHEDULE = "ZBVZeroBubble"  # torchtitan's name for down the ranks and up again
 
@@ -82,6 +85,7 @@ def check_order(job_config, plan: ChunkPlan, stages: int) -> None:
         name = policy(job_config)
         what, splits = f"policy = {name!r} splits the backward", POLICIES[name].splits_backward
         per_rank = POLICIES[name].stages_per_rank
+        _check_stages_a_rank(job_config, name, stages)
         expect(
             per_rank is None or stages == per_rank * degree,
             f"[stateflow] policy = {name!r} takes {per_rank} stages a rank, which is {degree * (per_rank or 1)} in "
@@ -93,16 +97,68 @@ def check_order(job_config, plan: ChunkPlan, stages: int) -> None:
                 check_options(name, stages // degree, weight_lag(job_config))
             except ValueError as error:
                 raise ValueError(f"[stateflow] {error}") from error
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
-    expect(
-        not (splits and compiled),
-        f"[stateflow] {what}, which compiled blocks cannot do: a compiled graph cannot put off a weight gradient; set "
-        '[compile] enable = false, or a policy without W, e.g. "interleaved"',
-    )
+    if splits:
+        reason = backward_misfit(job_config, splits, job_config.activation_checkpoint.mode)
+        expect(reason is None, f"[stateflow] {what}, {reason}")
     if placement(job_config)[-1] == 0:
         p.pipeline_parallel_schedule = V_SCHEDULE
     elif p.pipeline_parallel_schedule == V_SCHEDULE:
         p.pipeline_parallel_schedule = "1F1B"
+
+
+def backward_misfit(job_config, splits: bool, mode: str) -> str | None:
+    """Why a config cannot split its backward (if it ``splits``) or recompute by ``mode``, and what to change.
+
+    None where it can.
+    """
+    options = job_config.stateflow
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    if options.cuda_graphs and mode != "full":
+        return 'and [stateflow] cuda_graphs = true records layers recomputed by mode = "full"; set cuda_graphs = false'
+    if not splits:
+        return None
+    if options.cuda_graphs:
+        return (
+            "which a recorded layer cannot do: set [stateflow] cuda_graphs = false, or a policy without W, e.g. "
+            '"interleaved"'
+        )
+    if compiled and options.sequence_parallel_norms:
+        return (
+            "which compiled blocks can do only where they get all tokens of a chunk: set [stateflow] "
+            'sequence_parallel_norms = false, [compile] enable = false, or a policy without W, e.g. "interleaved"'
+        )
+    if compiled and mode != "none" and torch.__version__ < (2, 13):
+        return (
+            f"and before torch 2.13 (here {torch.__version__}) compiled blocks then keep what [activation_checkpoint] "
+            f'mode = {mode!r} should recompute; set [compile] enable = false, mode = "none", or a policy without W, '
+            'e.g. "interleaved"'
+        )
+    return None
+
+
+def _check_stages_a_rank(job_config, name: str, stages: int) -> None:
+    """``interleaved`` with one stage a rank is 1f1b, and more stages than layers cannot be."""
+    p = job_config.parallelism
+    degree, layers = p.pipeline_parallel_degree, resolve_model(job_config).num_layers
+    ends = p.pipeline_parallel_first_stage_less_layers + p.pipeline_parallel_last_stage_less_layers
+    if p.module_fqns_per_model_part is not None:
+        return
+    expect(
+        p.pipeline_parallel_layers_per_stage is not None or stages <= layers + ends,
+        f"[stateflow] policy = {name!r} cuts the model into {stages} stages, {stages // degree} a rank, and it has "
+        f"{layers} layers ({layers + ends} with the weights of embedding and head); use [parallelism] "
+        f"pipeline_parallel_degree = {max(1, (layers + ends) * degree // stages)}, or a policy of one stage a rank, "
+        "e.g. 1f1b",
+    )
+    best = -(-(layers + ends) // (2 * degree))
+    works = -(-(layers + ends) // best) == 2 * degree
+    expect(
+        name != "interleaved" or stages > degree,
+        f"[stateflow] policy = 'interleaved' needs at least 2 stages a rank, and [parallelism] "
+        f"pipeline_parallel_layers_per_stage = {p.pipeline_parallel_layers_per_stage} gives one; "
+        + (f"set it to {best}, or " if works else "")
+        + "leave it out, which gives 2, or use policy = '1f1b'",
+    )
 
 
 def _check_schedule_file(job_config, plan: ChunkPlan, stages: int) -> bool:
@@ -115,13 +171,19 @@ def _check_schedule_file(job_config, plan: ChunkPlan, stages: int) -> bool:
     )
     schedule = read_schedule_file(job_config)
     degree = p.pipeline_parallel_degree
+    key = "chunk_lengths" if options.chunk_lengths else "num_chunks"
+    microbatches = training.local_batch_size // p.pipeline_parallel_microbatch_size
+    expect(
+        schedule.num_chunks == plan.num_chunks,
+        f"{where} is of {schedule.num_chunks} chunks a sequence, this run of {plan.num_chunks}; set [stateflow] "
+        + (f"num_chunks = {schedule.num_chunks}" if key == "num_chunks" else f"{key} to {schedule.num_chunks} lengths")
+        + ", or make the table anew with stateflow schedule",
+    )
     for name, has, wants, key in (
         ("ranks", schedule.num_ranks, degree, "[parallelism] pipeline_parallel_degree"),
         ("stages", schedule.num_stages, stages, "[parallelism] pipeline_parallel_layers_per_stage"),
-        ("microbatches", schedule.num_microbatches, training.local_batch_size // p.pipeline_parallel_microbatch_size,
-         "[training] local_batch_size"),
-        ("chunks", schedule.num_chunks, plan.num_chunks, "[stateflow] num_chunks"),
-    ):  # fmt: skip
+        ("microbatches", schedule.num_microbatches, microbatches, "[training] local_batch_size"),
+    ):
         expect(has == wants, f"{where} is of {has} {name}, this run of {wants}; change it, or {key}")
     try:
         check_schedule(schedule)

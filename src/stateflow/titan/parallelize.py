@@ -11,9 +11,12 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
 
+from stateflow.layer_graphs import CudaRecorder, LayerGraphs
 from stateflow.layers import DecayGate, Mamba3Dynamics
-from stateflow.titan.config import mixed_precision_alone
+from stateflow.recompute import Recomputed
+from stateflow.titan.config import has_working_weights, mixed_precision_alone
 from stateflow.titan.tensor_parallel import apply_tp
+from stateflow.working_weights import WorkingWeights
 
 # What op-level selective checkpointing keeps: the results of the expensive ops, ours among them.
 OPS_TO_SAVE = {
@@ -33,7 +36,11 @@ def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     alone = None
     if mixed_precision_alone(job_config) and not parallel_dims.fsdp_enabled:
-        alone = _meshes_of_one(parallel_dims.tp)
+        if has_working_weights(job_config):
+            dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
+            WorkingWeights(model, dtype, keep=_computes_in_float32)
+        else:
+            alone = _meshes_of_one(parallel_dims.tp)
     if parallel_dims.tp_enabled:
         apply_tp(
             model,
@@ -42,7 +49,13 @@ def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
             loss_parallel=not job_config.parallelism.disable_loss_parallel,
             sequence_parallel_norms=job_config.stateflow.sequence_parallel_norms,
         )
-    if job_config.activation_checkpoint.mode != "none":
+    if job_config.activation_checkpoint.mode == "full" and not compiled and not parallel_dims.tp_enabled:
+        graphs = None
+        if job_config.stateflow.cuda_graphs and torch.cuda.is_available():
+            graphs = LayerGraphs(CudaRecorder())
+        for name, block in list(model.layers.named_children()):
+            model.layers.register_module(name, Recomputed(block, graphs))
+    elif job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
             job_config.activation_checkpoint,
@@ -63,6 +76,10 @@ def parallelize(model: nn.Module, parallel_dims, job_config) -> nn.Module:
             "set data_parallel_shard_degree instead"
         )
     return model
+
+
+def _computes_in_float32(module: nn.Module) -> bool:
+    return isinstance(module, DecayGate | Mamba3Dynamics)
 
 
 def _meshes_of_one(tp_degree: int) -> DeviceMesh:
@@ -93,7 +110,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, pipelined: bool, job_config) 
     gate_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in model.layers.values():
         for module in block.modules():
-            if isinstance(module, DecayGate | Mamba3Dynamics):
+            if _computes_in_float32(module):
                 fully_shard(module, mp_policy=gate_policy, **common)
                 # Its own hooks never run (see GatedDeltaNet.pre, Mamba3.core); FSDP reshards it after the backward.
                 block.register_forward_pre_hook(lambda _block, _args, gate=module: gate.unshard())

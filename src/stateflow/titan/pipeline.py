@@ -125,7 +125,24 @@ def corrected(schedule, global_mean: GlobalMean):
         return evaluate(*args, **{**_without_columns(kwargs), "return_outputs": False})
 
     schedule.step, schedule.eval, schedule._maybe_get_loss = corrected_step, evaluate_only, scaled_loss
+    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+        _forget_gradients_of_inference(stage)
     return schedule
+
+
+def _forget_gradients_of_inference(stage) -> None:
+    """From torch 2.12 on a stage finds out shapes by a real forward and backward of garbage, once, before the first
+    unit. It asks for the inputs' gradients only, but a recomputed layer adds to its parameters' all the same.
+    """
+    prepare = stage._prepare_backward_infra
+
+    def prepare_backward(*args, **kwargs):
+        result = prepare(*args, **kwargs)
+        for parameter in stage.submod.parameters():
+            parameter.grad = None
+        return result
+
+    stage._prepare_backward_infra = prepare_backward
 
 
 def make_global_mean(parallel_dims, job_config, device) -> GlobalMean:

@@ -14,7 +14,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
 from stateflow.planning.job import Job
-from stateflow.titan.config import chunk_cost, mixed_precision_alone, num_stages, weight_lag
+from stateflow.titan.config import chunk_cost, has_working_weights, mixed_precision_alone, num_stages, weight_lag
 from stateflow.titan.config import policy as policy_of
 from stateflow.titan.flavors import resolve_model
 
@@ -106,13 +106,14 @@ def stage_module(
             setattr(model, name, None)
     job_config = copy.deepcopy(job_config)
     job_config.activation_checkpoint.mode = job.recompute
-    job_config.stateflow.mixed_precision_alone = False  # the whole part is cast below instead
+    # Working weights are the run's own; where it has FSDP2 instead, the whole part is cast below.
+    working = job_config.stateflow.mixed_precision_alone = has_working_weights(job_config)
     dims = SimpleNamespace(
         tp_enabled=tp_mesh is not None, fsdp_enabled=False, dp_replicate_enabled=False, get_mesh=lambda _name: tp_mesh
     )
     parallelize(model, dims, job_config)
     model.to_empty(device=device)
-    model.to(job.compute_dtype)
+    model.to(job.parameter_dtype if working else job.compute_dtype)
     with torch.no_grad():
         model.init_weights()
     return model

@@ -42,11 +42,12 @@ class Outcome:
 
 def run_trials(
     titan_args: Sequence[str], trials: Sequence[Trial], nproc: int, folder: Path, seconds: float | None = None,
-    report: Callable[[int, Outcome], None] = lambda number, outcome: None,
+    report: Callable[[int, Outcome], None] = lambda number, outcome: None, patience: float = PATIENCE,
 ) -> list[Outcome]:
     """Runs the trials in order and returns what came of each; those that ``seconds`` leave no time for are missing.
 
-    ``report`` is told (number, outcome) once a launch is over, of each trial that ran in it.
+    A trial that takes ``patience`` seconds hangs, and ends with an error. ``report`` is told (number, outcome) once a
+    launch is over, of each trial that ran in it.
     """
     outcomes: list[Outcome] = []
     end = None if seconds is None else time.monotonic() + seconds
@@ -54,7 +55,7 @@ def run_trials(
         left = trials[len(outcomes) :]
         results, log = folder / "results.jsonl", folder / "log"
         results.unlink(missing_ok=True)
-        options = {"trials": [asdict(trial) for trial in left], "results": str(results)}
+        options = {"trials": [asdict(trial) for trial in left], "results": str(results), "patience": patience}
         env = {
             "OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1", "STATEFLOW_TRIALS": json.dumps(options),
         }  # fmt: skip
@@ -66,7 +67,9 @@ def run_trials(
         with log.open("w") as stream:
             try:
                 timeout = None if end is None else max(0.0, end - time.monotonic())
-                status = run_to_its_end(command, timeout, env=env, stdout=stream, stderr=subprocess.STDOUT)
+                status = run_to_its_end(
+                    command, timeout=timeout, env=env, stdout=stream, stderr=subprocess.STDOUT
+                )
             except subprocess.TimeoutExpired:
                 in_time = False
         lines = results.read_text().splitlines() if results.exists() else []
@@ -131,7 +134,7 @@ def _worker() -> None:
     options = json.loads(os.environ["STATEFLOW_TRIALS"])
     init_logger()
     for number, fields in enumerate(options["trials"]):
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)  # a hang ends here, with every stack
+        faulthandler.dump_traceback_later(options["patience"], exit=True)  # a hang ends here, with every stack
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         error = ""

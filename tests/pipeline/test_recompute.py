@@ -1,0 +1,242 @@
+"""Layers that are recomputed by `Recomputed`, and working weights: the gradients of layers that keep everything."""
+
+import pytest
+import torch
+
+from stateflow.chunks import ChunkPlan
+from stateflow.layer_graphs import CudaRecorder, LayerGraphs
+from stateflow.layers import DecayGate, Mamba3Dynamics
+from stateflow.loss import cross_entropy_sum
+from stateflow.model import LanguageModel, ModelConfig
+from stateflow.pipeline.local import run_local
+from stateflow.pipeline.stage import ChunkStage
+from stateflow.recompute import Recomputed
+from stateflow.working_weights import WorkingWeights
+from tests import cases
+
+PLAN = ChunkPlan.explicit(13, [5, 1, 4, 3])
+
+
+def make_stages(kinds, num_stages, dtype=torch.float64, working=None, graphs=None):
+    """Stages of recomputed layers; `working`: the dtype of working weights, None for none."""
+    model = cases.make_model(kinds, dtype)
+    stages = cases.make_stages(model, num_stages, PLAN)
+    for stage in stages:
+        if working is not None:
+            WorkingWeights(stage.module, working, lambda m: isinstance(m, DecayGate | Mamba3Dynamics))
+        for name, block in list(stage.module.layers.named_children()):
+            stage.module.layers.register_module(name, Recomputed(block, graphs))
+    return model, stages
+
+
+def gradients(stages):
+    prefix = "_checkpoint_wrapped_module."
+    return {name.replace(prefix, ""): grad for name, grad in cases.gradients_of(stages).items()}
+
+
+@pytest.mark.parametrize("policy", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("working", [None, torch.float64], ids=["", "working weights"])
+@pytest.mark.parametrize("with_docs", [False, True], ids=["", "documents"])
+def test_gradients_equal_the_reference(policy, working, with_docs):
+    model, stages = make_stages(["gdn", "attention", "mamba3", "gdn"], 2, working=working)
+    tokens, labels = cases.make_batch(2, PLAN.seq_len, seed=3, ignore=0.2)
+    docs = cases.make_documents(2, PLAN.seq_len, seed=3) if with_docs else None
+    _, expected = cases.reference_gradients(model, tokens, labels, docs)
+    schedule = cases.schedule_of(policy, 2, 2, PLAN)
+    for stage in stages:
+        if policy == "zero_bubble":
+            stage.split_backward()
+    for _ in range(2):  # a second step: gradient buffers are used again
+        for stage in stages:
+            stage.module.zero_grad()
+        run_local(schedule, stages, PLAN, tokens, labels, docs=docs, loss_scale=1 / (labels != -100).sum().item())
+        worst, name = cases.largest_difference(gradients(stages), expected)
+        assert worst <= 1e-10, (name, worst)
+
+
+class Repeats:
+    """In place of `CudaRecorder`: a replay calls the function again, on the memory that it was recorded with."""
+
+    def record(self, function):
+        return function
+
+
+def check_graphs(recorder, device, dtype, tolerance):
+    """Three steps of recorded layers, with other tokens each, against the reference."""
+    graphs = LayerGraphs(recorder)
+    model, stages = make_stages(["gdn", "attention", "gdn", "mamba3"], 2, dtype, working=dtype, graphs=graphs)
+    for stage in stages:
+        stage.module.to(device)
+    schedule = cases.schedule_of("1f1b", 2, 2, PLAN)
+    for seed in range(3):
+        tokens, labels = cases.make_batch(2, PLAN.seq_len, seed, ignore=0.2)
+        docs = cases.make_documents(2, PLAN.seq_len, seed)
+        reference, state = cases.make_model(model.config.layer_kinds()), {}
+        for stage in stages:
+            stage.module.zero_grad()
+            for name, parameter in stage.module.named_parameters():
+                with torch.no_grad():  # what an optimizer does
+                    parameter.mul_(0.9)
+                state[name.replace("_checkpoint_wrapped_module.", "")] = parameter
+        reference.load_state_dict({name: p.detach().cpu().double() for name, p in state.items()})
+        _, expected = cases.reference_gradients(reference, tokens, labels, docs)
+        scale = 1 / (labels != -100).sum().item()
+        on_device = (t.to(device) for t in (tokens, labels))
+        run_local(schedule, stages, PLAN, *on_device, docs=docs.to(device), loss_scale=scale)
+        grads = {name: grad.cpu().double() for name, grad in gradients(stages).items()}
+        worst, name = cases.largest_difference(grads, expected)
+        assert worst <= tolerance, (seed, name, worst)
+    # Three recurrent layers, forward and backward, four lengths; of a sequence's last chunk no state goes on.
+    assert graphs.num_recorded == 3 * 2 * 4
+
+
+def test_recorded_layers_equal_the_reference():
+    check_graphs(Repeats(), "cpu", torch.float64, 1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 2e-3)])
+def test_cuda_graphs_of_layers_equal_the_reference(dtype, tolerance):
+    check_graphs(CudaRecorder(), "cuda", dtype, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("docs", [False, True], ids=["", "documents"])
+def test_cuda_graphs_of_the_kernels_equal_launches(docs):
+    """Mixed precision, the Triton kernels, chunks of two lengths; three steps, one gradient of each parameter."""
+    config = ModelConfig(
+        dim=512, num_layers=3, pattern=["gdn"], vocab_size=256, num_heads=4, head_k_dim=128, head_v_dim=128,
+        ffn_dim=1024, init_seed=0,
+    )  # fmt: skip
+    plan = ChunkPlan.explicit(1920, [512, 512, 512, 384])
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(0, 256, (2, plan.seq_len + 1), generator=generator).cuda()
+    starts = cases.make_documents(2, plan.seq_len, seed=0, density=0.01).cuda() if docs else None
+    results = []
+    for graphs in (None, LayerGraphs(CudaRecorder())):
+        model = LanguageModel(config).cuda()
+        model.init_weights()
+        WorkingWeights(model, torch.bfloat16, lambda m: isinstance(m, DecayGate))
+        for name, block in list(model.layers.named_children()):
+            model.layers.register_module(name, Recomputed(block, graphs))
+        stage = ChunkStage(model, plan, torch.bfloat16, loss_fn=cross_entropy_sum)
+        schedule = cases.schedule_of("1f1b", 1, 2, plan)
+        for _ in range(3):
+            model.zero_grad()
+            losses = run_local(schedule, [stage], plan, text[:, :-1], text[:, 1:], docs=starts, loss_scale=1e-3)
+        results.append((torch.stack(losses), {name: p.grad for name, p in model.named_parameters()}))
+    (losses, expected), (recorded_losses, grads) = results
+    assert graphs.num_recorded == 3 * 2 * 2  # layers, forward and backward, lengths
+    torch.testing.assert_close(recorded_losses, losses, rtol=1e-4, atol=0)
+    for name, grad in expected.items():
+        assert grad.isfinite().all() and grad.norm() > 0, name
+        assert (grads[name] - grad).norm() <= 5e-3 * grad.norm(), name
+
+
+def test_a_recording_keeps_results_apart():
+    graphs = LayerGraphs(Repeats())
+
+    def double(tensors):
+        return [2 * tensors[0], None if tensors[1] is None else tensors[1].clone()]
+
+    results = [graphs.call("double", double, (torch.full((3,), float(i)), None)) for i in range(4)]
+    assert [r[0].tolist() for r in results] == [[2.0 * i] * 3 for i in range(4)] and graphs.num_recorded == 1
+    assert all(r[1] is None for r in results)
+    for shape in ((3,), (4,), (4,)):  # with a second tensor, and then of another length, each recorded by itself
+        graphs.call("double", double, (torch.ones(shape), torch.ones(shape)))
+    assert graphs.num_recorded == 2
+
+
+def test_only_inputs_live_and_the_last_product_is_left_out():
+    _, (stage,) = make_stages(["gdn"], 1)
+    layer = stage.module.layers["0"]
+    calls = []
+    layer.feed_forward.w2.register_forward_pre_hook(lambda *_: calls.append("w2"))
+    layer.feed_forward.w1.register_forward_pre_hook(lambda *_: calls.append("w1"))
+    x = torch.randn(1, 5, 12, dtype=torch.float64, requires_grad=True)
+    state = layer.mixer.initial_state(1, "cpu", torch.float64)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y, _ = layer(x, state, None)
+    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (x, *state)}
+    y.sum().backward()
+    assert calls == ["w1", "w2", "w1"]
+
+
+def test_outputs_without_a_gradient_and_no_gradient_at_all():
+    _, (stage,) = make_stages(["gdn"], 1)
+    layer, plain = stage.module.layers["0"], cases.make_model(["gdn"]).layers["0"]
+    x = torch.randn(1, 5, 12, dtype=torch.float64, requires_grad=True)
+    state = tuple(torch.randn_like(t) for t in layer.mixer.initial_state(1, "cpu", torch.float64))
+    for pick in (lambda y, update: y.square().sum(), lambda y, update: update[3].square().sum()):
+        results = []
+        for block in (layer, plain):
+            x.grad = None
+            block.zero_grad()
+            pick(*block(x, state, None)).backward()
+            grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in block.named_parameters()}
+            results.append({"x": x.grad} | grads)
+        assert cases.largest_difference(*results)[0] <= 1e-12
+    with torch.no_grad():
+        assert not layer(x, state, None)[0].requires_grad
+    layer.zero_grad()
+    layer(x.detach(), state, None)[0].sum().backward()  # only parameters need gradients
+    assert all(p.grad is not None for p in layer.feed_forward.parameters())
+
+
+class TestWorkingWeights:
+    def make(self):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False))
+        return model, WorkingWeights(model, torch.bfloat16, keep=lambda module: False)
+
+    def test_it_computes_in_the_working_dtype_and_adds_up_in_that_of_the_parameters(self):
+        model, _ = self.make()
+        x = torch.randn(5, 3, dtype=torch.bfloat16)
+        expected = [torch.zeros_like(p) for p in model.parameters()]
+        copies = [p.detach().bfloat16().requires_grad_() for p in model.parameters()]
+        for scale in (1.0, 1e-3, 3.0):
+            y = model(x * scale)
+            assert y.dtype == torch.bfloat16
+            y.sum().backward()
+            w0, b0, w1 = copies
+            other = torch.nn.functional.linear(torch.nn.functional.linear(x * scale, w0, b0), w1)
+            assert torch.equal(y, other)
+            for total, grad in zip(expected, torch.autograd.grad(other.sum(), copies), strict=True):
+                total += grad.float()
+        for p, total in zip(model.parameters(), expected, strict=True):
+            assert p.dtype == p.grad.dtype == torch.float32 and torch.equal(p.grad, total)
+
+    def test_a_step_of_the_optimizer_is_seen_and_buffers_stay(self):
+        model, _ = self.make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        x, places = torch.randn(5, 3, dtype=torch.bfloat16), set()
+        for _ in range(3):
+            model(x).square().sum().backward()
+            places.add((model[0]._parameters["weight"].grad.data_ptr(), model[0].weight.data_ptr()))
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                assert torch.equal(model(x), model[1](model[0](x)))
+            for module in model:
+                assert torch.equal(module.weight, module._parameters["weight"].bfloat16())
+        assert len(places) == 1
+
+    def test_a_gradient_that_someone_replaced_counts(self):
+        model, _ = self.make()
+        x = torch.randn(5, 3, dtype=torch.bfloat16)
+        model(x).sum().backward()
+        first = [p.grad.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.grad = 2 * p.grad
+        model(x).sum().backward()
+        for p, grad in zip(model.parameters(), first, strict=True):
+            assert torch.equal(p.grad, 3 * grad)
+
+    def test_names_of_parameters_and_checkpoints_stay(self):
+        model, weights = self.make()
+        model(torch.randn(5, 3, dtype=torch.bfloat16)).sum().backward()
+        names = ["0.weight", "0.bias", "1.weight"]
+        assert list(model.state_dict()) == [n for n, _ in model.named_parameters()] == names
+        assert all(t.dtype == torch.float32 for t in model.state_dict().values())
+        assert [w.parameter for w in weights.of(model[0])] == list(model[0].parameters())
