@@ -1,0 +1,642 @@
+"""Mamba-3's backward kernels, in the notation of `stateflow.recurrence.mamba3` and with the layouts of `mamba3`.
+
+After the forward's Shared, Gates, Theta, Local and Scan, which put S~ back into place:
+
+    Local back   A' = dY^T (gam Q)                                               (a chunk and head)
+    Scan back    E in the place of A', E~ = Gam E + A'; dk_0, dv_0, dd_1         (some columns of a head, in reverse)
+    Gradients    dx, dz, and of q, k, angles and gates of this head              (a chunk and head)
+    Carry        the gradient of theta that comes into a chunk from later ones   (a head, in reverse)
+    Gates back   ddt, dA, dtrap                                                  (a chunk and head)
+    Shared back  dB, dC and dangle: sums over heads, through the norms           (some tokens)
+
+The gradient of theta is taken with the rounded q and kh of the products: only so does what turns both cancel. What
+a token's gate gets as one that is written, <k, dkh>, and as one that is decayed is in the products with v as well:
+<gam q, J> = <dY, gam S~ q> and <e F, kh> = <v, e E^T kh>, so neither needs dq or dk.
+"""
+
+import triton
+import triton.language as tl
+
+from .decays import document_starts, pair_decay, pair_decay_transposed, start_decay
+from .mamba3 import _LENGTHS, _last_start
+from .mamba3_tiles import (
+    angle_gradient,
+    element,
+    end_decay,
+    load_speed,
+    masked_sum,
+    rotated_rows,
+    rotation,
+    sigmoid,
+    softplus,
+    turn,
+)
+from .primitives import dot, rounded
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def local_backward_kernel(
+    grad_y_ptr,
+    z_ptr,
+    C_ptr,
+    C_norm_ptr,
+    C_bias_ptr,
+    doc_start_ptr,
+    C_factor_ptr,
+    speed_ptr,
+    dt_ptr,
+    gate_sum_ptr,
+    theta_ptr,
+    grad_states_ptr,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BX: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Local back of one chunk and head."""
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (BATCH * H)
+    head = (pid % (BATCH * H)).to(tl.int64)
+    batch = head // H
+    chunk = head * num_chunks + n
+    token = batch * num_tokens + n.to(tl.int64) * C
+
+    ts = tl.arange(0, C)
+    in_chunk = ts < num_tokens - n * C
+    start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
+    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
+    dt = tl.load(dt_ptr + chunk * C + ts)
+    gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
+    cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
+    q_turned, q_rest = rotated_rows(
+        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, cos, sin,
+        N, R, C, BR, BX,
+    )  # fmt: skip
+    from_start = start_decay(gate_sum, start)[:, None]
+    q_turned = rounded(q_turned * from_start, DTYPE)
+    q_rest = rounded(q_rest * from_start, DTYPE)
+    turned = tl.arange(0, 2 * BR)
+    rest = 2 * R + tl.arange(0, BX)
+    for v_block in tl.range(0, P, BV, num_stages=STAGES):
+        vs = v_block + tl.arange(0, BV)
+        v_mask = vs < P
+        value_base = (token * H + head % H) * P
+        value_offset = ts[:, None] * (H * P) + vs[None, :]
+        value_mask = in_chunk[:, None] & v_mask[None, :]
+        grad_y = tl.load(grad_y_ptr + value_base + value_offset, mask=value_mask, other=0.0).to(tl.float32)
+        z = tl.load(z_ptr + value_base + value_offset, mask=value_mask, other=0.0).to(tl.float32)
+        grad_y = tl.trans(rounded(grad_y * z * sigmoid(z), DTYPE))
+        added_turned = dot(grad_y, q_turned, tl.zeros([BV, 2 * BR], tl.float32), DTYPE, PRECISION)
+        added_rest = dot(grad_y, q_rest, tl.zeros([BV, BX], tl.float32), DTYPE, PRECISION)
+        row = grad_states_ptr + chunk * (P * N) + vs[:, None] * N
+        tl.store(row + turned[None, :], rounded(added_turned, DTYPE), mask=v_mask[:, None] & (turned < 2 * R)[None, :])
+        tl.store(row + rest[None, :], rounded(added_rest, DTYPE), mask=v_mask[:, None] & (rest < N)[None, :])
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def scan_backward_kernel(
+    before_ptr,
+    decay_ptr,
+    k_bound_ptr,
+    v_bound_ptr,
+    grad_state_ptr,
+    grad_states_ptr,
+    grad_k_bound_ptr,
+    grad_v_bound_ptr,
+    grad_before_ptr,
+    grad_state_in_ptr,
+    grad_k_last_ptr,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    end_chunk,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BP: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Scan back of BV columns of N of one head, all chunks.
+
+    Leaves dk_0 [B, H, NC, N]; dv_0 [B, H, NC, NB, P] and dd_1 [B, H, NC, NB] of each of the NB blocks of columns.
+    """
+    NB: tl.constexpr = (N + BV - 1) // BV
+    pid = tl.program_id(0)
+    block = pid % NB
+    head = (pid // NB).to(tl.int64)
+    ns = block * BV + tl.arange(0, BV)
+    ps = tl.arange(0, BP)
+    mask = (ps < P)[:, None] & (ns < N)[None, :]
+    outside = head * (N * P) + ns[None, :] * P + ps[:, None]
+    offset = ps[:, None] * N + ns[None, :]
+    grad = tl.load(grad_state_ptr + outside, mask=mask, other=0.0)
+    grad_k = tl.zeros([BV], tl.float32)
+    zeros_p = tl.zeros([BP], tl.int32)
+    zeros_n = tl.zeros([BV], tl.int32)
+    for i in tl.range(0, end_chunk - first_chunk, num_stages=STAGES):
+        n = end_chunk - 1 - i
+        chunk = head * num_chunks + n
+        bound = head * (num_chunks + 1) + n
+        added = tl.load(grad_states_ptr + chunk * (P * N) + offset, mask=mask, other=0.0).to(tl.float32)
+        k = tl.load(k_bound_ptr + bound * N + ns, mask=ns < N, other=0.0)
+        v = tl.load(v_bound_ptr + bound * P + ps, mask=ps < P, other=0.0)
+        before = tl.load(before_ptr + chunk + zeros_p)
+        decay = tl.load(decay_ptr + chunk + zeros_n)
+        tl.store(grad_states_ptr + chunk * (P * N) + offset, rounded(grad, grad_states_ptr.dtype.element_ty), mask=mask)
+        grad = grad * decay[None, :] + added
+        read = tl.sum(grad * k[None, :], axis=1)
+        grad_k = tl.sum(grad * (before * v)[:, None], axis=0)
+        tl.store(grad_k_bound_ptr + chunk * N + ns, grad_k, mask=ns < N)
+        tl.store(grad_v_bound_ptr + (chunk * NB + block) * P + ps, before * read, mask=ps < P)
+        tl.store(grad_before_ptr + chunk * NB + block, tl.sum(v * read, axis=0))
+    tl.store(grad_state_in_ptr + outside, grad, mask=mask)
+    tl.store(grad_k_last_ptr + head * N + ns, grad_k, mask=ns < N)
+
+
+@triton.jit
+def _store_rows(
+    grad_turned, grad_rest, cos, sin, rows, rows_ptr, bias_ptr, in_chunk,
+    N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr,
+):  # fmt: skip
+    """Gradients of rotated rows, turned back, at the offsets `rows` [C]; and their sum over the chunk's tokens."""
+    grad_turned = turn(grad_turned, cos, -sin, C, BR)
+    turned = tl.arange(0, 2 * BR)
+    rest = 2 * R + tl.arange(0, BX)
+    tl.store(bias_ptr + turned, tl.sum(grad_turned, axis=0), mask=turned < 2 * R)
+    tl.store(bias_ptr + rest, tl.sum(grad_rest, axis=0), mask=rest < N)
+    grad_turned = rounded(grad_turned, rows_ptr.dtype.element_ty)
+    grad_rest = rounded(grad_rest, rows_ptr.dtype.element_ty)
+    row = rows_ptr + rows[:, None]
+    tl.store(row + turned[None, :], grad_turned, mask=in_chunk[:, None] & (turned < 2 * R)[None, :])
+    tl.store(row + rest[None, :], grad_rest, mask=in_chunk[:, None] & (rest < N)[None, :])
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def gradients_kernel(
+    grad_y_ptr,
+    x_ptr,
+    z_ptr,
+    B_ptr,
+    C_ptr,
+    B_norm_ptr,
+    C_norm_ptr,
+    B_bias_ptr,
+    C_bias_ptr,
+    D_ptr,
+    doc_start_ptr,
+    grad_k_out_ptr,
+    grad_v_out_ptr,
+    B_factor_ptr,
+    C_factor_ptr,
+    speed_ptr,
+    dt_ptr,
+    own_ptr,
+    scale_ptr,
+    gate_sum_ptr,
+    theta_ptr,
+    states_ptr,
+    k_bound_ptr,
+    grad_states_ptr,
+    grad_k_bound_ptr,
+    grad_v_bound_ptr,
+    grad_x_ptr,
+    grad_z_ptr,
+    query_rows_ptr,
+    key_rows_ptr,
+    speed_rows_ptr,
+    query_bias_ptr,
+    key_bias_ptr,
+    grad_gate_ptr,
+    grad_turn_ptr,
+    turn_total_ptr,
+    grad_scale_ptr,
+    grad_own_ptr,
+    grad_D_ptr,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BX: tl.constexpr,
+    BV: tl.constexpr,
+    NB: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Gradients of one chunk and head.
+
+    Rows [B, T, H, N] and [B, T, H, R] in DTYPE: the head's part of what B, C and the speeds get. By chunk and head
+    float32: sums over tokens for the biases [N] and D, gradients of gate sums, of turns (ddt's part), of s and g by
+    token, and the sum of turns [R] for what comes before the chunk.
+
+    `grad_k_out` [B, H, N], `grad_v_out` [B, H, P]: what comes in for k and v of the last token of all.
+    """
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (BATCH * H)
+    head = (pid % (BATCH * H)).to(tl.int64)
+    batch = head // H
+    chunk = head * num_chunks + n
+    token = batch * num_tokens + n.to(tl.int64) * C
+
+    ts = tl.arange(0, C)
+    in_chunk = ts < num_tokens - n * C
+    turned = tl.arange(0, 2 * BR)
+    rest = 2 * R + tl.arange(0, BX)
+    start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
+    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
+    dt = tl.load(dt_ptr + chunk * C + ts)
+    own = tl.load(own_ptr + chunk * C + ts)
+    scale = tl.load(scale_ptr + chunk * C + ts)
+    gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
+    cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
+    k_turned, k_rest = rotated_rows(
+        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, cos, sin,
+        N, R, C, BR, BX,
+    )  # fmt: skip
+    q_turned, q_rest = rotated_rows(
+        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, cos, sin,
+        N, R, C, BR, BX,
+    )  # fmt: skip
+    both = tl.sum(q_turned * k_turned, axis=1) + tl.sum(q_rest * k_rest, axis=1)
+    own_read = (own * both + tl.load(D_ptr + head % H).to(tl.float32))[:, None]
+    # From here on only what products are taken with: there are no registers for more.
+    q_turned = rounded(q_turned, DTYPE)
+    q_rest = rounded(q_rest, DTYPE)
+    k_turned = rounded(k_turned * scale[:, None], DTYPE)
+    k_rest = rounded(k_rest * scale[:, None], DTYPE)
+    row = (token * H + head % H) * P + ts[:, None] * (H * P)
+
+    # The queries: row t reads column s.
+    scores = dot(q_turned, tl.trans(k_turned), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
+    scores = dot(q_rest, tl.trans(k_rest), scores, DTYPE, PRECISION)
+    scores = rounded(tl.where(ts[:, None] > ts[None, :], scores * pair_decay(gate_sum, start, C), 0.0), DTYPE)
+    from_start = start_decay(gate_sum, start)[:, None]
+    grad_scores = tl.zeros([C, C], tl.float32)
+    grad_turned = tl.zeros([C, 2 * BR], tl.float32)
+    grad_rest = tl.zeros([C, BX], tl.float32)
+    own_grad = tl.zeros([C], tl.float32)
+    grad_gate = tl.zeros([C], tl.float32)
+    for v_block in tl.range(0, P, BV, num_stages=STAGES):
+        vs = v_block + tl.arange(0, BV)
+        v_mask = vs < P
+        state_row = chunk * (P * N) + vs[:, None] * N
+        turned_mask = v_mask[:, None] & (turned < 2 * R)[None, :]
+        rest_mask = v_mask[:, None] & (rest < N)[None, :]
+        state_turned = tl.load(states_ptr + state_row + turned[None, :], mask=turned_mask, other=0.0)
+        state_rest = tl.load(states_ptr + state_row + rest[None, :], mask=rest_mask, other=0.0)
+        value_mask = in_chunk[:, None] & v_mask[None, :]
+        v = tl.load(x_ptr + row + vs[None, :], mask=value_mask, other=0.0)
+        z = tl.load(z_ptr + row + vs[None, :], mask=value_mask, other=0.0).to(tl.float32)
+        grad_y = tl.load(grad_y_ptr + row + vs[None, :], mask=value_mask, other=0.0).to(tl.float32)
+        share = sigmoid(z)
+        read = dot(q_turned, tl.trans(state_turned), tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
+        read = dot(q_rest, tl.trans(state_rest), read, DTYPE, PRECISION) * from_start
+        grad_gate += tl.sum(grad_y * z * share * read, axis=1)
+        read = dot(scores, v, read, DTYPE, PRECISION) + own_read * v.to(tl.float32)
+        grad_z = grad_y * read * share * (1.0 + z * (1.0 - share))
+        tl.store(grad_z_ptr + row + vs[None, :], rounded(grad_z, DTYPE), mask=value_mask)
+        grad_y *= z * share
+        own_grad += tl.sum(grad_y * v.to(tl.float32), axis=1)
+        grad_y = rounded(grad_y, DTYPE)
+        grad_scores = dot(grad_y, tl.trans(v), grad_scores, DTYPE, PRECISION)
+        grad_turned = dot(grad_y, state_turned, grad_turned, DTYPE, PRECISION)
+        grad_rest = dot(grad_y, state_rest, grad_rest, DTYPE, PRECISION)
+
+    # What a token's own k and v get through g <q, k>, by way of s k.
+    # Where s is 0, so is what is divided by it, and what its gradient would be multiplied with later.
+    per_scale = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
+    own_grad_k = (own * own_grad * per_scale)[:, None]
+    log_pair = grad_scores * scores.to(tl.float32)
+    read_by = tl.sum(log_pair, axis=0)
+    grad_gate += tl.sum(log_pair, axis=1) - read_by
+    grad_scores = tl.where(ts[:, None] > ts[None, :], grad_scores * pair_decay(gate_sum, start, C), 0.0)
+    grad_scores = rounded(grad_scores, DTYPE)
+    grad_turned = dot(grad_scores, k_turned, grad_turned * from_start, DTYPE, PRECISION)
+    grad_rest = dot(grad_scores, k_rest, grad_rest * from_start, DTYPE, PRECISION)
+    grad_theta = angle_gradient(grad_turned, q_turned.to(tl.float32), C, BR)
+    rows = (token * H + head % H) * N + ts * (H * N)
+    _store_rows(
+        grad_turned + own_grad_k * k_turned.to(tl.float32), grad_rest + own_grad_k * k_rest.to(tl.float32), cos, sin,
+        rows, query_rows_ptr, query_bias_ptr + chunk * N, in_chunk, N, R, C, BR, BX,
+    )  # fmt: skip
+
+    # The keys: row s is read by column t.
+    scores = dot(k_turned, tl.trans(q_turned), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
+    scores = dot(k_rest, tl.trans(q_rest), scores, DTYPE, PRECISION)
+    scores = tl.where(ts[None, :] > ts[:, None], scores * pair_decay_transposed(gate_sum, start, C), 0.0)
+    scores = rounded(scores, DTYPE)
+    to_end = end_decay(gate_sum, start, C)[:, None]
+    is_last = (ts == tl.minimum(num_tokens - n * C, C) - 1)[:, None]
+    # As numbers: a number and a vector of truth values do not mix in the interpreter.
+    is_final = tl.where(n == num_chunks - 1, 1, 0)
+    is_inner = 1 - is_final
+    grad_scores = tl.zeros([C, C], tl.float32)
+    grad_turned = tl.zeros([C, 2 * BR], tl.float32)
+    grad_rest = tl.zeros([C, BX], tl.float32)
+    at_end = tl.zeros([C], tl.float32)
+    grad_whole = tl.zeros([BV], tl.float32)
+    for v_block in tl.range(0, P, BV, num_stages=STAGES):
+        vs = v_block + tl.arange(0, BV)
+        v_mask = vs < P
+        state_row = chunk * (P * N) + vs[:, None] * N
+        turned_mask = v_mask[:, None] & (turned < 2 * R)[None, :]
+        rest_mask = v_mask[:, None] & (rest < N)[None, :]
+        value_mask = in_chunk[:, None] & v_mask[None, :]
+        end_turned = tl.load(grad_states_ptr + state_row + turned[None, :], mask=turned_mask, other=0.0)
+        end_rest = tl.load(grad_states_ptr + state_row + rest[None, :], mask=rest_mask, other=0.0)
+        state = tl.load(states_ptr + state_row + turned[None, :], mask=turned_mask, other=0.0)
+        grad_whole += tl.sum(state.to(tl.float32) * end_turned.to(tl.float32), axis=1)
+        state = tl.load(states_ptr + state_row + rest[None, :], mask=rest_mask, other=0.0)
+        grad_whole += tl.sum(state.to(tl.float32) * end_rest.to(tl.float32), axis=1)
+        v = tl.load(x_ptr + row + vs[None, :], mask=value_mask, other=0.0)
+        z = tl.load(z_ptr + row + vs[None, :], mask=value_mask, other=0.0).to(tl.float32)
+        grad_y = tl.load(grad_y_ptr + row + vs[None, :], mask=value_mask, other=0.0).to(tl.float32)
+        grad_y *= z * sigmoid(z)
+        low_grad_y = rounded(grad_y, DTYPE)
+        grad_v = dot(k_turned, tl.trans(end_turned), tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
+        grad_v = dot(k_rest, tl.trans(end_rest), grad_v, DTYPE, PRECISION) * to_end
+        at_end += tl.sum(grad_v * v.to(tl.float32), axis=1)
+        grad_v = dot(scores, low_grad_y, grad_v, DTYPE, PRECISION) + own_read * grad_y
+        # What the chunk after this one, or the next call, owes to the last token.
+        v_next = tl.load(grad_v_out_ptr + head * P + vs, mask=vs < P * is_final, other=0.0)
+        for block in tl.static_range(NB):
+            part = grad_v_bound_ptr + ((chunk + 1) * NB + block) * P + vs
+            v_next += tl.load(part, mask=vs < P * is_inner, other=0.0)
+        grad_v += tl.where(is_last, v_next[None, :], 0.0)
+        tl.store(grad_x_ptr + row + vs[None, :], rounded(grad_v, DTYPE), mask=value_mask)
+        grad_scores = dot(v, tl.trans(low_grad_y), grad_scores, DTYPE, PRECISION)
+        grad_turned = dot(v, end_turned, grad_turned, DTYPE, PRECISION)
+        grad_rest = dot(v, end_rest, grad_rest, DTYPE, PRECISION)
+
+    whole = element(start_decay(gate_sum, start), C - 1, C)
+    at_last = tl.sum(at_end, axis=0) + whole * tl.sum(grad_whole, axis=0)
+    tl.store(grad_gate_ptr + chunk * C + ts, grad_gate - at_end + tl.where(ts == C - 1, at_last, 0.0))
+    # <k, dkh>, from what is there: s times it is what all that read the token and the state's end got from it.
+    grad_scale = (read_by + at_end) * per_scale
+    tl.store(grad_scale_ptr + chunk * C + ts, grad_scale)
+    tl.store(grad_own_ptr + chunk * C + ts, grad_scale + own_grad * both)
+    tl.store(grad_D_ptr + chunk, tl.sum(own_grad, axis=0))
+
+    grad_scores = tl.where(ts[None, :] > ts[:, None], grad_scores * pair_decay_transposed(gate_sum, start, C), 0.0)
+    grad_scores = rounded(grad_scores, DTYPE)
+    grad_turned = dot(grad_scores, q_turned, grad_turned * to_end, DTYPE, PRECISION)
+    grad_rest = dot(grad_scores, q_rest, grad_rest * to_end, DTYPE, PRECISION)
+    grad_theta += angle_gradient(grad_turned, k_turned.to(tl.float32), C, BR)
+    after = grad_k_bound_ptr + (chunk + 1) * N
+    next_turned = tl.load(grad_k_out_ptr + head * N + turned, mask=turned < 2 * R * is_final, other=0.0)
+    next_turned += tl.load(after + turned, mask=turned < 2 * R * is_inner, other=0.0)
+    next_rest = tl.load(grad_k_out_ptr + head * N + rest, mask=rest < N * is_final, other=0.0)
+    next_rest += tl.load(after + rest, mask=rest < N * is_inner, other=0.0)
+    from_next = tl.where(is_last, next_turned[None, :], 0.0)
+    # k of the last token, as it was handed on.
+    last_k = tl.load(k_bound_ptr + (head * (num_chunks + 1) + n + 1) * N + turned, mask=turned < 2 * R, other=0.0)
+    grad_theta += angle_gradient(from_next, tl.where(is_last, last_k[None, :], 0.0), C, BR)
+    own_grad_q = (own_grad * own)[:, None]
+    _store_rows(
+        grad_turned * scale[:, None] + own_grad_q * q_turned.to(tl.float32) + from_next,
+        grad_rest * scale[:, None] + own_grad_q * q_rest.to(tl.float32) + tl.where(is_last, next_rest[None, :], 0.0),
+        cos, sin, rows, key_rows_ptr, key_bias_ptr + chunk * N, in_chunk, N, R, C, BR, BX,
+    )  # fmt: skip
+
+    # From the gradient of theta to those of the chunk's turns.
+    later = (ts[None, :] >= ts[:, None]) & (ts[:, None] >= start[None, :])
+    grad_turn = masked_sum(later, grad_theta)
+    tl.store(grad_turn_ptr + chunk * C + ts, tl.sum(grad_turn * speed, axis=1))
+    angles = tl.arange(0, BR)
+    first = ((ts == 0) & (start < 0))[:, None]
+    tl.store(turn_total_ptr + chunk * R + angles, tl.sum(tl.where(first, grad_turn, 0.0), axis=0), mask=angles < R)
+    speed_rows = (token * H + head % H) * R + ts[:, None] * (H * R) + angles[None, :]
+    grad_speed = rounded(grad_turn * dt[:, None], DTYPE)
+    tl.store(speed_rows_ptr + speed_rows, grad_speed, mask=in_chunk[:, None] & (angles < R)[None, :])
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def carry_kernel(
+    grad_theta_ptr,
+    doc_start_ptr,
+    turn_total_ptr,
+    grad_v_bound_ptr,
+    carry_ptr,
+    grad_theta_in_ptr,
+    grad_v_last_ptr,
+    num_tokens,
+    num_chunks,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BP: tl.constexpr,
+    NB: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Carry of one head: `carry` [B, H, NC, R]. And dv of the token before the first, from its parts."""
+    head = tl.program_id(0).to(tl.int64)
+    batch = head // H
+    angles = tl.arange(0, BR)
+    mask = angles < R
+    grad = tl.load(grad_theta_ptr + head * R + angles, mask=mask, other=0.0)
+    for i in tl.range(0, num_chunks, num_stages=STAGES):
+        n = num_chunks - 1 - i
+        offset = (head * num_chunks + n) * R + angles
+        total = tl.load(turn_total_ptr + offset, mask=mask, other=0.0)
+        start = _last_start(doc_start_ptr, batch, num_tokens, n, C, BR, HAS_DOCS)
+        tl.store(carry_ptr + offset, grad, mask=mask)
+        grad = tl.where(start < 0, grad, 0.0) + total
+    tl.store(grad_theta_in_ptr + head * R + angles, grad, mask=mask)
+    ps = tl.arange(0, BP)
+    grad_v = tl.zeros([BP], tl.float32)
+    for block in tl.static_range(NB):
+        part = grad_v_bound_ptr + (head * num_chunks * NB + block) * P + ps
+        grad_v += tl.load(part, mask=ps < P, other=0.0)
+    tl.store(grad_v_last_ptr + head * P + ps, grad_v, mask=ps < P)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def gates_backward_kernel(
+    dd_dt_ptr,
+    dd_A_ptr,
+    trap_ptr,
+    dt_bias_ptr,
+    doc_start_ptr,
+    speed_ptr,
+    carry_ptr,
+    grad_gate_ptr,
+    grad_turn_ptr,
+    grad_scale_ptr,
+    grad_own_ptr,
+    grad_before_ptr,
+    grad_dd_dt_ptr,
+    grad_dd_A_ptr,
+    grad_trap_ptr,
+    grad_dt_bias_ptr,
+    A_floor,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    NB: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+):
+    """Gates back of one chunk and head. `grad_dt_bias` [B, H, NC]: the sums over the chunk."""
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (BATCH * H)
+    head = (pid % (BATCH * H)).to(tl.int64)
+    batch = head // H
+    chunk = head * num_chunks + n
+    token = batch * num_tokens + n.to(tl.int64) * C
+
+    ts = tl.arange(0, C)
+    in_chunk = ts < num_tokens - n * C
+    start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
+    tokens = chunk * C + ts
+    # Sums of log gates, and each gate is in those of its document's later tokens.
+    grad_gate = tl.load(grad_gate_ptr + tokens)
+    summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
+    grad_log = tl.sum(tl.where(summed, grad_gate[:, None], 0.0), axis=0)
+    # Turns: of this chunk, and what later chunks want from the last token's document.
+    angles = tl.arange(0, BR)
+    carry = tl.load(carry_ptr + chunk * R + angles, mask=angles < R, other=0.0)
+    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
+    reached = ts >= element(start, C - 1, C)
+    grad_turn = tl.where(reached, tl.sum(speed * carry[None, :], axis=1), 0.0)
+    grad_turn += tl.load(grad_turn_ptr + tokens)
+    # Weights of the tokens themselves and of those before them.
+    grad_own = tl.load(grad_own_ptr + tokens)
+    grad_first = 0.0
+    for block in tl.static_range(NB):
+        grad_first += tl.load(grad_before_ptr + chunk * NB + block)
+    grad_before = tl.load(grad_scale_ptr + tokens - 1, mask=ts > 0, other=0.0) + tl.where(ts == 0, grad_first, 0.0)
+
+    gate = token * H + head % H + ts * H
+    raw_dt = tl.load(dd_dt_ptr + gate, mask=in_chunk, other=0.0).to(tl.float32)
+    raw_dt += tl.load(dt_bias_ptr + head % H).to(tl.float32)
+    raw_A = tl.load(dd_A_ptr + gate, mask=in_chunk, other=0.0).to(tl.float32)
+    trap = tl.load(trap_ptr + gate, mask=in_chunk, other=0.0).to(tl.float32)
+    dt = softplus(raw_dt)
+    size = softplus(raw_A)
+    weight = sigmoid(trap)
+    grad_dt = grad_own * weight + grad_before * sigmoid(-trap) + grad_turn - tl.maximum(size, A_floor) * grad_log
+    grad_dt = tl.where(in_chunk, grad_dt * sigmoid(raw_dt), 0.0)
+    grad_A = tl.where(size < A_floor, 0.0, -dt * grad_log * sigmoid(raw_A))
+    grad_trap = (grad_own - grad_before) * dt * weight * sigmoid(-trap)
+    tl.store(grad_dd_dt_ptr + gate, rounded(grad_dt, grad_dd_dt_ptr.dtype.element_ty), mask=in_chunk)
+    tl.store(grad_dd_A_ptr + gate, rounded(grad_A, grad_dd_A_ptr.dtype.element_ty), mask=in_chunk)
+    tl.store(grad_trap_ptr + gate, rounded(grad_trap, grad_trap_ptr.dtype.element_ty), mask=in_chunk)
+    tl.store(grad_dt_bias_ptr + chunk, tl.sum(grad_dt, axis=0))
+
+
+@triton.jit
+def _through_norm(
+    x_ptr, factor_ptr, norm_ptr, rows_ptr, grad_x_ptr, grad_norm_ptr, inside, token,
+    H: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of B or C from those of the heads' rows, and the tokens' part of the norm's weight."""
+    ts = tl.arange(0, BT)
+    ns = tl.arange(0, BN)
+    mask = inside[:, None] & (ns < N)[None, :]
+    grad = tl.zeros([BT, BN], tl.float32)
+    for h in tl.range(0, H, num_stages=STAGES):
+        row = rows_ptr + (token * H + h) * N + ts[:, None] * (H * N)
+        grad += tl.load(row + ns[None, :], mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(factor_ptr + token + ts, mask=inside, other=0.0)[:, None]
+    offset = token * N + ts[:, None] * N + ns[None, :]
+    unit = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) * factor
+    tl.store(grad_norm_ptr + ns, tl.sum(grad * unit, axis=0), mask=ns < N)
+    grad *= tl.load(norm_ptr + ns, mask=ns < N, other=0.0).to(tl.float32)[None, :]
+    along = tl.sum(grad * unit, axis=1) / N
+    grad = factor * (grad - unit * along[:, None])
+    tl.store(grad_x_ptr + offset, rounded(grad, grad_x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def shared_backward_kernel(
+    B_ptr,
+    C_ptr,
+    B_norm_ptr,
+    C_norm_ptr,
+    doc_start_ptr,
+    B_factor_ptr,
+    C_factor_ptr,
+    speed_ptr,
+    dt_ptr,
+    carry_ptr,
+    key_rows_ptr,
+    query_rows_ptr,
+    speed_rows_ptr,
+    grad_B_ptr,
+    grad_C_ptr,
+    grad_angle_ptr,
+    grad_B_norm_ptr,
+    grad_C_norm_ptr,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Shared back of BT tokens. `grad_B_norm`, `grad_C_norm`: [B, NC, C / BT, N], the programs' parts."""
+    PARTS: tl.constexpr = C // BT
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (BATCH * PARTS)
+    batch = (pid // PARTS % BATCH).to(tl.int64)
+    first = pid % PARTS * BT
+    token = batch * num_tokens + n.to(tl.int64) * C + first
+    ts = tl.arange(0, BT)
+    inside = ts < num_tokens - n * C - first
+    part = ((batch * num_chunks + n) * PARTS + pid % PARTS) * N
+    _through_norm(
+        B_ptr, B_factor_ptr, B_norm_ptr, key_rows_ptr, grad_B_ptr, grad_B_norm_ptr + part, inside, token,
+        H, N, BT, BN, STAGES,
+    )  # fmt: skip
+    _through_norm(
+        C_ptr, C_factor_ptr, C_norm_ptr, query_rows_ptr, grad_C_ptr, grad_C_norm_ptr + part, inside, token,
+        H, N, BT, BN, STAGES,
+    )  # fmt: skip
+
+    angles = tl.arange(0, BR)
+    mask = inside[:, None] & (angles < R)[None, :]
+    reached = first + ts >= element(document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS), C - 1, C)
+    grad = tl.zeros([BT, BR], tl.float32)
+    for h in tl.range(0, H, num_stages=STAGES):
+        chunk = (batch * H + h) * num_chunks + n
+        dt = tl.where(reached, tl.load(dt_ptr + chunk * C + first + ts), 0.0)
+        carry = tl.load(carry_ptr + chunk * R + angles, mask=angles < R, other=0.0)
+        row = speed_rows_ptr + (token * H + h) * R + ts[:, None] * (H * R)
+        grad += tl.load(row + angles[None, :], mask=mask, other=0.0).to(tl.float32) + dt[:, None] * carry[None, :]
+    offset = token * R + ts[:, None] * R + angles[None, :]
+    speed = tl.load(speed_ptr + offset, mask=mask, other=0.0)
+    grad *= 3.141592653589793 - speed * speed * 0.3183098861837907
+    tl.store(grad_angle_ptr + offset, rounded(grad, grad_angle_ptr.dtype.element_ty), mask=mask)
