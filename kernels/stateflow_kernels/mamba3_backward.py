@@ -166,21 +166,65 @@ def scan_backward_kernel(
 
 
 @triton.jit
-def _store_rows(
-    grad_turned, grad_rest, cos, sin, rows, rows_ptr, bias_ptr, in_chunk,
-    N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr,
+def _load_state(states_ptr, vs, columns, END: tl.constexpr, N: tl.constexpr, P: tl.constexpr):
+    """Rows `vs` and some columns below END of the chunk's state."""
+    return tl.load(
+        states_ptr + vs[:, None] * N + columns[None, :], mask=(vs < P)[:, None] & (columns < END)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _through_gate(
+    low_grad_y, grad_y_ptr, z_ptr, states_ptr, columns, END: tl.constexpr, in_chunk, N: tl.constexpr, P: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, BV: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of rotated rows, turned back, at the offsets `rows` [C]; and their sum over the chunk's tokens."""
-    grad_turned = turn(grad_turned, cos, -sin, C, BR)
-    turned = tl.arange(0, 2 * BR)
-    rest = 2 * R + tl.arange(0, BX)
-    tl.store(bias_ptr + turned, tl.sum(grad_turned, axis=0), mask=turned < 2 * R)
-    tl.store(bias_ptr + rest, tl.sum(grad_rest, axis=0), mask=rest < N)
-    grad_turned = rounded(grad_turned, rows_ptr.dtype.element_ty)
-    grad_rest = rounded(grad_rest, rows_ptr.dtype.element_ty)
-    row = rows_ptr + rows[:, None]
-    tl.store(row + turned[None, :], grad_turned, mask=in_chunk[:, None] & (turned < 2 * R)[None, :])
-    tl.store(row + rest[None, :], grad_rest, mask=in_chunk[:, None] & (rest < N)[None, :])
+    """dY S~^T: what the queries of the chunk get from its state, in some columns [WIDTH] below END.
+
+    `low_grad_y`: dY, if all of it is one block.
+    """
+    grad = tl.zeros([C, WIDTH], tl.float32)
+    if P <= BV:
+        state = _load_state(states_ptr, tl.arange(0, BV), columns, END, N, P)
+        return dot(low_grad_y, state, grad, DTYPE, PRECISION)
+    for v_block in tl.range(0, P, BV, num_stages=STAGES):
+        vs = v_block + tl.arange(0, BV)
+        mask = in_chunk[:, None] & (vs < P)[None, :]
+        z = tl.load(z_ptr + vs[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad_y = tl.load(grad_y_ptr + vs[None, :], mask=mask, other=0.0).to(tl.float32)
+        state = _load_state(states_ptr, vs, columns, END, N, P)
+        grad = dot(rounded(grad_y * z * sigmoid(z), DTYPE), state, grad, DTYPE, PRECISION)
+    return grad
+
+
+@triton.jit
+def _from_end(
+    x_ptr, states_ptr, grad_states_ptr, columns, END: tl.constexpr, in_chunk, N: tl.constexpr, P: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, BV: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """V E^T, what the keys get from the state after the chunk, in some columns; and their part of <S~, E>."""
+    grad = tl.zeros([C, WIDTH], tl.float32)
+    whole = tl.zeros([BV], tl.float32)
+    for v_block in tl.range(0, P, BV, num_stages=STAGES):
+        vs = v_block + tl.arange(0, BV)
+        v = tl.load(x_ptr + vs[None, :], mask=in_chunk[:, None] & (vs < P)[None, :], other=0.0)
+        end = _load_state(grad_states_ptr, vs, columns, END, N, P)
+        state = _load_state(states_ptr, vs, columns, END, N, P)
+        whole += tl.sum(state.to(tl.float32) * end.to(tl.float32), axis=1)
+        grad = dot(v, end, grad, DTYPE, PRECISION)
+    return grad, tl.sum(whole, axis=0)
+
+
+@triton.jit
+def _store_rows(grad, columns, END: tl.constexpr, rows, rows_ptr, bias_ptr, in_chunk):
+    """Gradients of unturned rows at the offsets `rows` [C], some columns; and their sums over the chunk's tokens."""
+    tl.store(bias_ptr + columns, tl.sum(grad, axis=0), mask=columns < END)
+    tl.store(
+        rows_ptr + rows[:, None] + columns[None, :],
+        rounded(grad, rows_ptr.dtype.element_ty),
+        mask=in_chunk[:, None] & (columns < END)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -262,6 +306,13 @@ def gradients_kernel(
     turned = tl.arange(0, 2 * BR)
     rest = 2 * R + tl.arange(0, BX)
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
+    D = tl.load(D_ptr + head % H).to(tl.float32)
+    row = (token * H + head % H) * P + ts[:, None] * (H * P)
+    rows = (token * H + head % H) * N + ts * (H * N)
+    states_ptr += chunk * (P * N)
+    grad_states_ptr += chunk * (P * N)
+
+    # The queries: row t reads column s.
     speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
     dt = tl.load(dt_ptr + chunk * C + ts)
     own = tl.load(own_ptr + chunk * C + ts)
@@ -277,33 +328,25 @@ def gradients_kernel(
         N, R, C, BR, BX,
     )  # fmt: skip
     both = tl.sum(q_turned * k_turned, axis=1) + tl.sum(q_rest * k_rest, axis=1)
-    own_read = (own * both + tl.load(D_ptr + head % H).to(tl.float32))[:, None]
-    # From here on only what products are taken with: there are no registers for more.
+    own_read = (own * both + D)[:, None]
     q_turned = rounded(q_turned, DTYPE)
     q_rest = rounded(q_rest, DTYPE)
     k_turned = rounded(k_turned * scale[:, None], DTYPE)
     k_rest = rounded(k_rest * scale[:, None], DTYPE)
-    row = (token * H + head % H) * P + ts[:, None] * (H * P)
-
-    # The queries: row t reads column s.
     scores = dot(q_turned, tl.trans(k_turned), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     scores = dot(q_rest, tl.trans(k_rest), scores, DTYPE, PRECISION)
     scores = rounded(tl.where(ts[:, None] > ts[None, :], scores * pair_decay(gate_sum, start, C), 0.0), DTYPE)
     from_start = start_decay(gate_sum, start)[:, None]
     grad_scores = tl.zeros([C, C], tl.float32)
-    grad_turned = tl.zeros([C, 2 * BR], tl.float32)
-    grad_rest = tl.zeros([C, BX], tl.float32)
+    low_grad_y = rounded(tl.zeros([C, BV], tl.float32), DTYPE)
     own_grad = tl.zeros([C], tl.float32)
     grad_gate = tl.zeros([C], tl.float32)
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         vs = v_block + tl.arange(0, BV)
         v_mask = vs < P
-        state_row = chunk * (P * N) + vs[:, None] * N
-        turned_mask = v_mask[:, None] & (turned < 2 * R)[None, :]
-        rest_mask = v_mask[:, None] & (rest < N)[None, :]
-        state_turned = tl.load(states_ptr + state_row + turned[None, :], mask=turned_mask, other=0.0)
-        state_rest = tl.load(states_ptr + state_row + rest[None, :], mask=rest_mask, other=0.0)
         value_mask = in_chunk[:, None] & v_mask[None, :]
+        state_turned = _load_state(states_ptr, vs, turned, 2 * R, N, P)
+        state_rest = _load_state(states_ptr, vs, rest, N, N, P)
         v = tl.load(x_ptr + row + vs[None, :], mask=value_mask, other=0.0)
         z = tl.load(z_ptr + row + vs[None, :], mask=value_mask, other=0.0).to(tl.float32)
         grad_y = tl.load(grad_y_ptr + row + vs[None, :], mask=value_mask, other=0.0).to(tl.float32)
@@ -316,30 +359,54 @@ def gradients_kernel(
         tl.store(grad_z_ptr + row + vs[None, :], rounded(grad_z, DTYPE), mask=value_mask)
         grad_y *= z * share
         own_grad += tl.sum(grad_y * v.to(tl.float32), axis=1)
-        grad_y = rounded(grad_y, DTYPE)
-        grad_scores = dot(grad_y, tl.trans(v), grad_scores, DTYPE, PRECISION)
-        grad_turned = dot(grad_y, state_turned, grad_turned, DTYPE, PRECISION)
-        grad_rest = dot(grad_y, state_rest, grad_rest, DTYPE, PRECISION)
+        low_grad_y = rounded(grad_y, DTYPE)
+        grad_scores = dot(low_grad_y, tl.trans(v), grad_scores, DTYPE, PRECISION)
 
-    # What a token's own k and v get through g <q, k>, by way of s k.
-    # Where s is 0, so is what is divided by it, and what its gradient would be multiplied with later.
+    # What q and k of one token get from g <q, k>, by way of s k, as an element of the diagonal. Where s is 0, so is
+    # what is divided by it, and what its gradient is multiplied with later.
     per_scale = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
-    own_grad_k = (own * own_grad * per_scale)[:, None]
+    diagonal = own * own_grad * per_scale
     log_pair = grad_scores * scores.to(tl.float32)
     read_by = tl.sum(log_pair, axis=0)
     grad_gate += tl.sum(log_pair, axis=1) - read_by
     grad_scores = tl.where(ts[:, None] > ts[None, :], grad_scores * pair_decay(gate_sum, start, C), 0.0)
-    grad_scores = rounded(grad_scores, DTYPE)
-    grad_turned = dot(grad_scores, k_turned, grad_turned * from_start, DTYPE, PRECISION)
-    grad_rest = dot(grad_scores, k_rest, grad_rest * from_start, DTYPE, PRECISION)
-    grad_theta = angle_gradient(grad_turned, q_turned.to(tl.float32), C, BR)
-    rows = (token * H + head % H) * N + ts * (H * N)
-    _store_rows(
-        grad_turned + own_grad_k * k_turned.to(tl.float32), grad_rest + own_grad_k * k_rest.to(tl.float32), cos, sin,
-        rows, query_rows_ptr, query_bias_ptr + chunk * N, in_chunk, N, R, C, BR, BX,
+    grad_scores = rounded(tl.where(ts[:, None] == ts[None, :], diagonal[:, None], grad_scores), DTYPE)
+    grad_rest = _through_gate(
+        low_grad_y, grad_y_ptr + row, z_ptr + row, states_ptr, rest, N, in_chunk,
+        N, P, C, BX, BV, DTYPE, PRECISION, STAGES,
     )  # fmt: skip
+    grad_rest = dot(grad_scores, k_rest, grad_rest * from_start, DTYPE, PRECISION)
+    _store_rows(grad_rest, rest, N, rows, query_rows_ptr, query_bias_ptr + chunk * N, in_chunk)
+    grad_turned = _through_gate(
+        low_grad_y, grad_y_ptr + row, z_ptr + row, states_ptr, turned, 2 * R, in_chunk,
+        N, P, C, 2 * BR, BV, DTYPE, PRECISION, STAGES,
+    )  # fmt: skip
+    grad_turned = dot(grad_scores, k_turned, grad_turned * from_start, DTYPE, PRECISION)
+    grad_theta = angle_gradient(grad_turned, q_turned.to(tl.float32), C, BR)
+    grad_turned = turn(grad_turned, cos, -sin, C, BR)
+    _store_rows(grad_turned, turned, 2 * R, rows, query_rows_ptr, query_bias_ptr + chunk * N, in_chunk)
 
-    # The keys: row s is read by column t.
+    # The keys: row s is read by column t. Behind the barrier all is loaded and turned again: kept, it would not fit
+    # into the registers.
+    tl.debug_barrier()
+    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
+    dt = tl.load(dt_ptr + chunk * C + ts)
+    own = tl.load(own_ptr + chunk * C + ts)
+    scale = tl.load(scale_ptr + chunk * C + ts)
+    gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
+    cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
+    k_turned, k_rest = rotated_rows(
+        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, cos, sin,
+        N, R, C, BR, BX,
+    )  # fmt: skip
+    k_turned = rounded(k_turned * scale[:, None], DTYPE)
+    k_rest = rounded(k_rest * scale[:, None], DTYPE)
+    q_turned, q_rest = rotated_rows(
+        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, cos, sin,
+        N, R, C, BR, BX,
+    )  # fmt: skip
+    q_turned = rounded(q_turned, DTYPE)
+    q_rest = rounded(q_rest, DTYPE)
     scores = dot(k_turned, tl.trans(q_turned), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     scores = dot(k_rest, tl.trans(q_rest), scores, DTYPE, PRECISION)
     scores = tl.where(ts[None, :] > ts[:, None], scores * pair_decay_transposed(gate_sum, start, C), 0.0)
@@ -350,23 +417,13 @@ def gradients_kernel(
     is_final = tl.where(n == num_chunks - 1, 1, 0)
     is_inner = 1 - is_final
     grad_scores = tl.zeros([C, C], tl.float32)
-    grad_turned = tl.zeros([C, 2 * BR], tl.float32)
-    grad_rest = tl.zeros([C, BX], tl.float32)
     at_end = tl.zeros([C], tl.float32)
-    grad_whole = tl.zeros([BV], tl.float32)
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         vs = v_block + tl.arange(0, BV)
         v_mask = vs < P
-        state_row = chunk * (P * N) + vs[:, None] * N
-        turned_mask = v_mask[:, None] & (turned < 2 * R)[None, :]
-        rest_mask = v_mask[:, None] & (rest < N)[None, :]
         value_mask = in_chunk[:, None] & v_mask[None, :]
-        end_turned = tl.load(grad_states_ptr + state_row + turned[None, :], mask=turned_mask, other=0.0)
-        end_rest = tl.load(grad_states_ptr + state_row + rest[None, :], mask=rest_mask, other=0.0)
-        state = tl.load(states_ptr + state_row + turned[None, :], mask=turned_mask, other=0.0)
-        grad_whole += tl.sum(state.to(tl.float32) * end_turned.to(tl.float32), axis=1)
-        state = tl.load(states_ptr + state_row + rest[None, :], mask=rest_mask, other=0.0)
-        grad_whole += tl.sum(state.to(tl.float32) * end_rest.to(tl.float32), axis=1)
+        end_turned = _load_state(grad_states_ptr, vs, turned, 2 * R, N, P)
+        end_rest = _load_state(grad_states_ptr, vs, rest, N, N, P)
         v = tl.load(x_ptr + row + vs[None, :], mask=value_mask, other=0.0)
         z = tl.load(z_ptr + row + vs[None, :], mask=value_mask, other=0.0).to(tl.float32)
         grad_y = tl.load(grad_y_ptr + row + vs[None, :], mask=value_mask, other=0.0).to(tl.float32)
@@ -384,38 +441,40 @@ def gradients_kernel(
         grad_v += tl.where(is_last, v_next[None, :], 0.0)
         tl.store(grad_x_ptr + row + vs[None, :], rounded(grad_v, DTYPE), mask=value_mask)
         grad_scores = dot(v, tl.trans(low_grad_y), grad_scores, DTYPE, PRECISION)
-        grad_turned = dot(v, end_turned, grad_turned, DTYPE, PRECISION)
-        grad_rest = dot(v, end_rest, grad_rest, DTYPE, PRECISION)
 
-    whole = element(start_decay(gate_sum, start), C - 1, C)
-    at_last = tl.sum(at_end, axis=0) + whole * tl.sum(grad_whole, axis=0)
+    grad_scores = tl.where(ts[None, :] > ts[:, None], grad_scores * pair_decay_transposed(gate_sum, start, C), 0.0)
+    grad_scores = rounded(tl.where(ts[:, None] == ts[None, :], diagonal[:, None], grad_scores), DTYPE)
+    next_ptr = grad_k_bound_ptr + (chunk + 1) * N
+    grad_rest, whole = _from_end(
+        x_ptr + row, states_ptr, grad_states_ptr, rest, N, in_chunk, N, P, C, BX, BV, DTYPE, PRECISION, STAGES
+    )
+    grad_rest = dot(grad_scores, q_rest, grad_rest * to_end, DTYPE, PRECISION) * scale[:, None]
+    from_next = tl.load(grad_k_out_ptr + head * N + rest, mask=rest < N * is_final, other=0.0)
+    from_next += tl.load(next_ptr + rest, mask=rest < N * is_inner, other=0.0)
+    grad_rest += tl.where(is_last, from_next[None, :], 0.0)
+    _store_rows(grad_rest, rest, N, rows, key_rows_ptr, key_bias_ptr + chunk * N, in_chunk)
+    grad_turned, whole_turned = _from_end(
+        x_ptr + row, states_ptr, grad_states_ptr, turned, 2 * R, in_chunk, N, P, C, 2 * BR, BV, DTYPE, PRECISION,
+        STAGES,
+    )  # fmt: skip
+    grad_turned = dot(grad_scores, q_turned, grad_turned * to_end, DTYPE, PRECISION)
+    grad_theta += angle_gradient(grad_turned, k_turned.to(tl.float32), C, BR)
+    from_next = tl.load(grad_k_out_ptr + head * N + turned, mask=turned < 2 * R * is_final, other=0.0)
+    from_next += tl.load(next_ptr + turned, mask=turned < 2 * R * is_inner, other=0.0)
+    from_next = tl.where(is_last, from_next[None, :], 0.0)
+    # k of the last token, as it was handed on.
+    last_k = tl.load(k_bound_ptr + (head * (num_chunks + 1) + n + 1) * N + turned, mask=turned < 2 * R, other=0.0)
+    grad_theta += angle_gradient(from_next, tl.where(is_last, last_k[None, :], 0.0), C, BR)
+    grad_turned = turn(grad_turned * scale[:, None] + from_next, cos, -sin, C, BR)
+    _store_rows(grad_turned, turned, 2 * R, rows, key_rows_ptr, key_bias_ptr + chunk * N, in_chunk)
+
+    at_last = tl.sum(at_end, axis=0) + element(start_decay(gate_sum, start), C - 1, C) * (whole + whole_turned)
     tl.store(grad_gate_ptr + chunk * C + ts, grad_gate - at_end + tl.where(ts == C - 1, at_last, 0.0))
     # <k, dkh>, from what is there: s times it is what all that read the token and the state's end got from it.
     grad_scale = (read_by + at_end) * per_scale
     tl.store(grad_scale_ptr + chunk * C + ts, grad_scale)
     tl.store(grad_own_ptr + chunk * C + ts, grad_scale + own_grad * both)
     tl.store(grad_D_ptr + chunk, tl.sum(own_grad, axis=0))
-
-    grad_scores = tl.where(ts[None, :] > ts[:, None], grad_scores * pair_decay_transposed(gate_sum, start, C), 0.0)
-    grad_scores = rounded(grad_scores, DTYPE)
-    grad_turned = dot(grad_scores, q_turned, grad_turned * to_end, DTYPE, PRECISION)
-    grad_rest = dot(grad_scores, q_rest, grad_rest * to_end, DTYPE, PRECISION)
-    grad_theta += angle_gradient(grad_turned, k_turned.to(tl.float32), C, BR)
-    after = grad_k_bound_ptr + (chunk + 1) * N
-    next_turned = tl.load(grad_k_out_ptr + head * N + turned, mask=turned < 2 * R * is_final, other=0.0)
-    next_turned += tl.load(after + turned, mask=turned < 2 * R * is_inner, other=0.0)
-    next_rest = tl.load(grad_k_out_ptr + head * N + rest, mask=rest < N * is_final, other=0.0)
-    next_rest += tl.load(after + rest, mask=rest < N * is_inner, other=0.0)
-    from_next = tl.where(is_last, next_turned[None, :], 0.0)
-    # k of the last token, as it was handed on.
-    last_k = tl.load(k_bound_ptr + (head * (num_chunks + 1) + n + 1) * N + turned, mask=turned < 2 * R, other=0.0)
-    grad_theta += angle_gradient(from_next, tl.where(is_last, last_k[None, :], 0.0), C, BR)
-    own_grad_q = (own_grad * own)[:, None]
-    _store_rows(
-        grad_turned * scale[:, None] + own_grad_q * q_turned.to(tl.float32) + from_next,
-        grad_rest * scale[:, None] + own_grad_q * q_rest.to(tl.float32) + tl.where(is_last, next_rest[None, :], 0.0),
-        cos, sin, rows, key_rows_ptr, key_bias_ptr + chunk * N, in_chunk, N, R, C, BR, BX,
-    )  # fmt: skip
 
     # From the gradient of theta to those of the chunk's turns.
     later = (ts[None, :] >= ts[:, None]) & (ts[:, None] >= start[None, :])

@@ -38,7 +38,7 @@ class Mamba3Plan:
 
     local: Tile = Tile(64, 4, 2)
     scan: Tile = Tile(32, 4, 4)
-    out: Tile = Tile(64, 8, 2)
+    out: Tile = Tile(64, 4, 2)
     local_backward: Tile = Tile(64, 4, 2)
     scan_backward: Tile = Tile(32, 4, 4)
     gradients: Tile = Tile(64, 4, 2)
@@ -56,14 +56,15 @@ def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int 
     large = dtype.itemsize * block_n > 256
     columns = min(32 if large else 64, block_p)
     scan = Tile(min(32 if block_p <= 128 else 16, block_n), 4, 4)
-    some, more = Tile(columns, 8 if large else 4, 2), Tile(columns, 8, 2)
+    # Tiles of 64 rows are shared out among four warps; eight would do the same twice, but have more registers.
+    parallel = Tile(columns, 8 if large else 4, 2)
     return Mamba3Plan(
-        local=some,
+        local=parallel,
         scan=scan,
-        out=more,
-        local_backward=some,
+        out=parallel,
+        local_backward=parallel,
         scan_backward=scan,
-        gradients=more,
+        gradients=parallel,
     )
 
 

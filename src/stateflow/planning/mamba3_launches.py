@@ -47,6 +47,30 @@ def example(
     return rule.Inputs(*inputs), tuple(grads)
 
 
+class Call:
+    """The whole operation on random inputs, as `kernel_bench` asks for it."""
+
+    def __init__(self, shape: Shape, num_tokens: int, device: torch.device):
+        self.problem = problem_of(shape, device)
+        self.inputs, self.grads = example(shape, num_tokens, device)
+        self.bounds = self.problem.bounds
+
+    def forward(self, plan: Mamba3Plan) -> tuple[Tensor, ...]:
+        return rule.forward(self.inputs, None, NORM_EPS, A_FLOOR, plan)
+
+    def backward(self, plan: Mamba3Plan, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return rule.backward(self.grads, self.inputs, None, NORM_EPS, A_FLOOR, plan)
+
+    def results(self, plan: Mamba3Plan) -> list[Tensor]:
+        """In the order of the bounds."""
+        return self.problem.launch([*self.inputs, None], list(self.grads), plan)
+
+    def expected(self) -> list[Tensor]:
+        """The same by the chunk form in float64."""
+        inputs, grads = ([x.cpu().double() for x in xs] for xs in (self.inputs, self.grads))
+        return self.problem.expected([*inputs, None], grads)
+
+
 class Launches:
     """A function for each kernel, by its name in `Mamba3Plan`, that launches it with a tile.
 
@@ -109,9 +133,8 @@ def time_all(shape: Shape, say=print) -> None:
 
     times = _time_kernels(shape, device, plan, measure)
     say("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()) + " ms")
-    inputs, grads = example(shape, shape.tokens, device)
-    arguments = (inputs, None, NORM_EPS, A_FLOOR, plan)
-    forward, backward = measure(lambda: rule.forward(*arguments)), measure(lambda: rule.backward(grads, *arguments))
+    call = Call(shape, shape.tokens, device)
+    forward, backward = measure(lambda: call.forward(plan)), measure(lambda: call.backward(plan, ()))
     say(f"  forward {forward:.3f} ms, backward {backward:.3f} ms, both {forward + backward:.3f} ms")
 
 

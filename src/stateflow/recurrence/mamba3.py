@@ -468,14 +468,14 @@ def _check(
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
 
 
-def kernel_size_misfit(n_dim: int, p_dim: int, num_angles: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
+def kernel_size_misfit(n_dim: int, p_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why the Triton kernels cannot take heads of these sizes; None if they can."""
     if dtype == torch.float32 and n_dim > 128:
         return f"N must be at most 128 in float32, whose tiles need more shared memory; it is {n_dim}"
     for name, size in (("N", n_dim), ("P", p_dim)):
-        if size % 16 or not 32 <= size <= 256:
-            nearest = min(256, max(32, -(-size // 16) * 16))
-            return f"{name} must be a multiple of 16 from 32 to 256, it is {size} (the nearest is {nearest})"
+        if size % 8 or not 16 <= size <= 256:
+            nearest = min(256, max(16, -(-size // 8) * 8))
+            return f"{name} must be a multiple of 8 from 16 to 256, it is {size} (the nearest is {nearest})"
     return None
 
 
@@ -487,7 +487,7 @@ def _kernel_misfit(inputs: Inputs, chunk_size: int) -> str | None:
         return f"x, z, B and C must have one type, not {names}: cast them to {inputs.x.dtype}"
     if chunk_size != KERNEL_CHUNK:
         return f"they take {KERNEL_CHUNK} tokens at once, chunk_size is {chunk_size}"
-    return kernel_size_misfit(inputs.B.shape[2], inputs.x.shape[3], inputs.angle.shape[2], inputs.x.dtype)
+    return kernel_size_misfit(inputs.B.shape[2], inputs.x.shape[3], inputs.x.dtype)
 
 
 def mamba3(
@@ -547,7 +547,7 @@ def mamba3(
         norm_eps, A_floor: as above.
         chunk_size: tokens that are computed at once. Cutting a sequence at multiples of it gives the same bits.
         backend: see `backends`. The kernels take x, z, B and C of one type, chunk_size 64, and N and P that are
-            multiples of 16 from 32 to 256 (N at most 128 in float32).
+            multiples of 8 from 16 to 256 (N at most 128 in float32).
 
     All inputs by token may have 16 bits, everything is computed in at least float32.
 

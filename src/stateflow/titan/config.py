@@ -351,11 +351,11 @@ def _check_data(job_config, model) -> None:
 
 def _check_kernels(options: StateFlow, model) -> None:
     """`kernels = "triton"` with layers or sizes that the kernels do not take."""
-    from stateflow.recurrence import mamba3
     from stateflow.recurrence.gated_delta import kernel_size_misfit
+    from stateflow.recurrence.mamba3 import kernel_size_misfit as mamba3_misfit
 
     if options.kernels == "triton" and "mamba3" in model.layer_kinds():
-        misfit = mamba3.kernel_size_misfit(model.mamba_state_dim, model.mamba_head_dim, model.mamba_num_angles)
+        misfit = mamba3_misfit(model.mamba_state_dim, model.mamba_head_dim)
         _expect(
             misfit is None,
             '[stateflow] kernels = "triton" does not fit the mamba3 layers, with N = mamba_state_dim and P = '
