@@ -27,11 +27,12 @@ from .mamba3_tiles import (
     element,
     end_decay,
     load_speed,
+    other_columns,
     revolutions_off,
-    rotated_rows,
     rotation,
     sigmoid,
     softplus,
+    turned_columns,
 )
 from .primitives import dot, rounded
 
@@ -258,10 +259,22 @@ def local_kernel(
     scale = tl.load(scale_ptr + chunk * C + ts)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
     cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
-    k_turned, k_rest = rotated_rows(
-        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, cos, sin,
-        N, R, C, BR, BX,
-    )  # fmt: skip
+    k_turned = turned_columns(
+        B_ptr + token * N,
+        B_factor_ptr + token,
+        B_norm_ptr,
+        B_bias_ptr + (head % H) * N,
+        in_chunk,
+        cos,
+        sin,
+        N,
+        R,
+        C,
+        BR,
+    )
+    k_rest = other_columns(
+        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
+    )
 
     turned = tl.arange(0, 2 * BR)
     rest = 2 * R + tl.arange(0, BX)
@@ -400,20 +413,46 @@ def out_kernel(
     scale = tl.load(scale_ptr + chunk * C + ts)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
     cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
-    k_turned, k_rest = rotated_rows(
-        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, cos, sin,
-        N, R, C, BR, BX,
-    )  # fmt: skip
-    q_turned, q_rest = rotated_rows(
-        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, cos, sin,
-        N, R, C, BR, BX,
-    )  # fmt: skip
-    own_read = own * (tl.sum(q_turned * k_turned, axis=1) + tl.sum(q_rest * k_rest, axis=1))
-    own_read += tl.load(D_ptr + head % H).to(tl.float32)
+    # Half of the columns after the other: all in float32 would need too many registers.
+    k_turned = turned_columns(
+        B_ptr + token * N,
+        B_factor_ptr + token,
+        B_norm_ptr,
+        B_bias_ptr + (head % H) * N,
+        in_chunk,
+        cos,
+        sin,
+        N,
+        R,
+        C,
+        BR,
+    )
+    q_turned = turned_columns(
+        C_ptr + token * N,
+        C_factor_ptr + token,
+        C_norm_ptr,
+        C_bias_ptr + (head % H) * N,
+        in_chunk,
+        cos,
+        sin,
+        N,
+        R,
+        C,
+        BR,
+    )
+    both = tl.sum(q_turned * k_turned, axis=1)
     q_turned = rounded(q_turned, DTYPE)
-    q_rest = rounded(q_rest, DTYPE)
     k_turned = rounded(k_turned * scale[:, None], DTYPE)
+    k_rest = other_columns(
+        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
+    )
+    q_rest = other_columns(
+        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
+    )
+    both += tl.sum(q_rest * k_rest, axis=1)
+    q_rest = rounded(q_rest, DTYPE)
     k_rest = rounded(k_rest * scale[:, None], DTYPE)
+    own_read = own * both + tl.load(D_ptr + head % H).to(tl.float32)
     scores = dot(q_turned, tl.trans(k_turned), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     scores = dot(q_rest, tl.trans(k_rest), scores, DTYPE, PRECISION)
     scores = tl.where(ts[:, None] > ts[None, :], scores * pair_decay(gate_sum, start, C), 0.0)

@@ -25,11 +25,12 @@ from .mamba3_tiles import (
     end_decay,
     load_speed,
     masked_sum,
-    rotated_rows,
+    other_columns,
     rotation,
     sigmoid,
     softplus,
     turn,
+    turned_columns,
 )
 from .primitives import dot, rounded
 
@@ -80,10 +81,22 @@ def local_backward_kernel(
     dt = tl.load(dt_ptr + chunk * C + ts)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
     cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
-    q_turned, q_rest = rotated_rows(
-        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, cos, sin,
-        N, R, C, BR, BX,
-    )  # fmt: skip
+    q_turned = turned_columns(
+        C_ptr + token * N,
+        C_factor_ptr + token,
+        C_norm_ptr,
+        C_bias_ptr + (head % H) * N,
+        in_chunk,
+        cos,
+        sin,
+        N,
+        R,
+        C,
+        BR,
+    )
+    q_rest = other_columns(
+        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
+    )
     from_start = start_decay(gate_sum, start)[:, None]
     q_turned = rounded(q_turned * from_start, DTYPE)
     q_rest = rounded(q_rest * from_start, DTYPE)
@@ -319,20 +332,46 @@ def gradients_kernel(
     scale = tl.load(scale_ptr + chunk * C + ts)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
     cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
-    k_turned, k_rest = rotated_rows(
-        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, cos, sin,
-        N, R, C, BR, BX,
-    )  # fmt: skip
-    q_turned, q_rest = rotated_rows(
-        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, cos, sin,
-        N, R, C, BR, BX,
-    )  # fmt: skip
-    both = tl.sum(q_turned * k_turned, axis=1) + tl.sum(q_rest * k_rest, axis=1)
-    own_read = (own * both + D)[:, None]
+    # Half of the columns after the other: all in float32 would need too many registers.
+    k_turned = turned_columns(
+        B_ptr + token * N,
+        B_factor_ptr + token,
+        B_norm_ptr,
+        B_bias_ptr + (head % H) * N,
+        in_chunk,
+        cos,
+        sin,
+        N,
+        R,
+        C,
+        BR,
+    )
+    q_turned = turned_columns(
+        C_ptr + token * N,
+        C_factor_ptr + token,
+        C_norm_ptr,
+        C_bias_ptr + (head % H) * N,
+        in_chunk,
+        cos,
+        sin,
+        N,
+        R,
+        C,
+        BR,
+    )
+    both = tl.sum(q_turned * k_turned, axis=1)
     q_turned = rounded(q_turned, DTYPE)
-    q_rest = rounded(q_rest, DTYPE)
     k_turned = rounded(k_turned * scale[:, None], DTYPE)
+    k_rest = other_columns(
+        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
+    )
+    q_rest = other_columns(
+        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
+    )
+    both += tl.sum(q_rest * k_rest, axis=1)
+    q_rest = rounded(q_rest, DTYPE)
     k_rest = rounded(k_rest * scale[:, None], DTYPE)
+    own_read = (own * both + D)[:, None]
     scores = dot(q_turned, tl.trans(k_turned), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     scores = dot(q_rest, tl.trans(k_rest), scores, DTYPE, PRECISION)
     scores = rounded(tl.where(ts[:, None] > ts[None, :], scores * pair_decay(gate_sum, start, C), 0.0), DTYPE)
@@ -395,17 +434,41 @@ def gradients_kernel(
     scale = tl.load(scale_ptr + chunk * C + ts)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
     cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
-    k_turned, k_rest = rotated_rows(
-        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, cos, sin,
-        N, R, C, BR, BX,
-    )  # fmt: skip
+    k_turned = turned_columns(
+        B_ptr + token * N,
+        B_factor_ptr + token,
+        B_norm_ptr,
+        B_bias_ptr + (head % H) * N,
+        in_chunk,
+        cos,
+        sin,
+        N,
+        R,
+        C,
+        BR,
+    )
     k_turned = rounded(k_turned * scale[:, None], DTYPE)
-    k_rest = rounded(k_rest * scale[:, None], DTYPE)
-    q_turned, q_rest = rotated_rows(
-        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, cos, sin,
-        N, R, C, BR, BX,
-    )  # fmt: skip
+    q_turned = turned_columns(
+        C_ptr + token * N,
+        C_factor_ptr + token,
+        C_norm_ptr,
+        C_bias_ptr + (head % H) * N,
+        in_chunk,
+        cos,
+        sin,
+        N,
+        R,
+        C,
+        BR,
+    )
     q_turned = rounded(q_turned, DTYPE)
+    k_rest = other_columns(
+        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
+    )
+    k_rest = rounded(k_rest * scale[:, None], DTYPE)
+    q_rest = other_columns(
+        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
+    )
     q_rest = rounded(q_rest, DTYPE)
     scores = dot(k_turned, tl.trans(q_turned), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     scores = dot(k_rest, tl.trans(q_rest), scores, DTYPE, PRECISION)

@@ -100,18 +100,27 @@ def _unturned(
 
 
 @triton.jit
-def rotated_rows(
+def turned_columns(
     row_ptr, factor_ptr, norm_ptr, bias_ptr, in_chunk, cos, sin,
-    N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr,
+    N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """q or k of one head and chunk in float32: turned columns [C, 2 BR] and the others [C, BX].
+    """The columns [C, 2 BR] of q or k that turn, of one head and chunk, in float32.
 
     `row_ptr`, `factor_ptr`: the chunk's first token in B or C and in its inverse norms; `bias_ptr`: the head's.
     """
     factor = tl.load(factor_ptr + tl.arange(0, C), mask=in_chunk, other=0.0)
-    turned = _unturned(row_ptr, factor, norm_ptr, bias_ptr, in_chunk, tl.arange(0, 2 * BR), 2 * R, N, C)
-    rest = _unturned(row_ptr, factor, norm_ptr, bias_ptr, in_chunk, 2 * R + tl.arange(0, BX), N, N, C)
-    return turn(turned, cos, sin, C, BR), rest
+    columns = tl.arange(0, 2 * BR)
+    return turn(_unturned(row_ptr, factor, norm_ptr, bias_ptr, in_chunk, columns, 2 * R, N, C), cos, sin, C, BR)
+
+
+@triton.jit
+def other_columns(
+    row_ptr, factor_ptr, norm_ptr, bias_ptr, in_chunk,
+    N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+):  # fmt: skip
+    """The columns [C, BX] behind them, see `turned_columns`."""
+    factor = tl.load(factor_ptr + tl.arange(0, C), mask=in_chunk, other=0.0)
+    return _unturned(row_ptr, factor, norm_ptr, bias_ptr, in_chunk, 2 * R + tl.arange(0, BX), N, N, C)
 
 
 @triton.jit
