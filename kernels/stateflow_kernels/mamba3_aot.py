@@ -1,9 +1,7 @@
 """Mamba-3's kernels as cases for `aot`, in bfloat16 for heads of 64, states of 128 and 32 angles, 80 heads.
 
-As the default plan launches them, the scans also with other widths.
+As the default plan launches them.
 """
-
-import dataclasses
 
 import torch
 import triton.language as tl
@@ -43,8 +41,9 @@ def aot_cases() -> list[AotCase]:
         "out": mamba3.out_kernel,
         "local_backward": mamba3_backward.local_backward_kernel,
         "gradients": mamba3_backward.gradients_kernel,
+        "scan": mamba3.scan_kernel,
+        "scan_backward": mamba3_backward.scan_backward_kernel,
     }
-    scans = {"scan": mamba3.scan_kernel, "scan_backward": mamba3_backward.scan_backward_kernel}
     fixed = {
         "shared": (mamba3.shared_kernel, SMALL),
         "gates": (mamba3.gates_kernel, SMALL),
@@ -54,7 +53,4 @@ def aot_cases() -> list[AotCase]:
         "shared_backward": (mamba3_backward.shared_backward_kernel, SMALL),
     }
     cases = [_case(name, kernel, getattr(plan, name)) for name, kernel in planned.items()]
-    for name, kernel in scans.items():
-        tile = getattr(plan, name)
-        cases += [_case(f"{name}, {n} columns", kernel, dataclasses.replace(tile, block_v=n)) for n in (16, 32, 64)]
     return cases + [_case(name, kernel, tile) for name, (kernel, tile) in fixed.items()]

@@ -11,6 +11,7 @@ backward beside what does not need it:
 Every kernel does the same with a segment as with the whole, so neither changes a bit.
 """
 
+import functools
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -91,6 +92,11 @@ class Inputs(NamedTuple):
     v_last: Tensor
 
 
+@functools.cache
+def _arguments(kernel) -> frozenset[str]:
+    return frozenset(kernel.arg_names)
+
+
 class Problem:
     """The shapes of one call, what its kernels share, and the tensors between them."""
 
@@ -126,8 +132,7 @@ class Problem:
 
     def launch(self, kernel, programs: int, tile: Tile, *args, **more) -> None:
         constants = self.constants | dict(BV=tile.block_v, STAGES=tile.num_stages) | more
-        names = set(kernel.arg_names)
-        constants = {name: value for name, value in constants.items() if name in names}
+        constants = {name: value for name, value in constants.items() if name in _arguments(kernel)}
         kernel[(programs,)](*args, num_warps=tile.num_warps, num_stages=tile.num_stages, **constants)
 
     def per_chunk(self, kernel, tile: Tile, chunks: range, *args, programs: int | None = None, **more) -> None:
