@@ -6,7 +6,7 @@ As the default plan launches them.
 import torch
 import triton.language as tl
 
-from . import mamba3, mamba3_backward
+from . import mamba3, mamba3_backward, mamba3_finish
 from .aot import AotCase
 from .gated_delta_rule import CHUNK, Tile
 from .mamba3_rule import ONE_WARP, SHARED_TOKENS, SMALL, default_plan
@@ -48,9 +48,9 @@ def aot_cases() -> list[AotCase]:
         "shared": (mamba3.shared_kernel, SMALL),
         "gates": (mamba3.gates_kernel, SMALL),
         "theta": (mamba3.theta_kernel, ONE_WARP),
-        "carry": (mamba3_backward.carry_kernel, ONE_WARP),
-        "gates_backward": (mamba3_backward.gates_backward_kernel, SMALL),
-        "shared_backward": (mamba3_backward.shared_backward_kernel, SMALL),
+        "carry": (mamba3_finish.carry_kernel, ONE_WARP),
+        "gates_backward": (mamba3_finish.gates_backward_kernel, SMALL),
+        "shared_backward": (mamba3_finish.shared_backward_kernel, SMALL),
     }
     cases = [_case(name, kernel, getattr(plan, name)) for name, kernel in planned.items()]
     return cases + [_case(name, kernel, tile) for name, (kernel, tile) in fixed.items()]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import mamba3 as kernels
 from . import mamba3_backward as backward_kernels
+from . import mamba3_finish as finish_kernels
 from .gated_delta_rule import _DTYPES, CHUNK, Tile, _SideStreams
 
 # What no plan says: kernels that take little time, and walks of one vector.
@@ -298,13 +299,13 @@ class Backward:
         """Carry, Gates back, Shared back, and the sums over tokens."""
         problem, prepared, grads, inputs = self.problem, self.prepared, self.grads, self.problem.inputs
         problem.per_head(
-            backward_kernels.carry_kernel,
+            finish_kernels.carry_kernel,
             *(self.grad_theta, problem.doc_start, self.turn_total, self.grad_v_bound),
             *(self.carry, grads.theta, grads.v_last),
             NB=self.num_blocks,
         )
         problem.per_chunk(
-            backward_kernels.gates_backward_kernel,
+            finish_kernels.gates_backward_kernel,
             SMALL,
             self.whole,
             *(inputs.dd_dt, inputs.dd_A, inputs.trap, inputs.dt_bias, problem.doc_start, prepared.speed, self.carry),
@@ -313,7 +314,7 @@ class Backward:
             NB=self.num_blocks,
         )
         problem.per_chunk(
-            backward_kernels.shared_backward_kernel,
+            finish_kernels.shared_backward_kernel,
             SMALL,
             self.whole,
             *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, problem.doc_start),
