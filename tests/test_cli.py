@@ -34,6 +34,47 @@ def test_an_unknown_key_is_one_line(tmp_path, capsys):
     assert "unknown key 'num_chunkz' in the section of StateFlow" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--stateflow.num-chunk", "8"], "unknown option --stateflow.num-chunk; did you mean --stateflow.num-chunks?"),
+        (["--training.seqlen=8"], "unknown option --training.seqlen; did you mean --training.seq-len?"),
+        (["--nosuch.key=1"], "unknown option --nosuch.key; every key of the config is --section.key VALUE"),
+        (["--stateflow.enable=3"], "'3' is no option; a flag takes no value: --section.key for true"),
+        (["--training.steps=many"], "Error parsing --training.steps: invalid literal for int() with base 10: 'many'"),
+    ],
+)
+def test_a_wrong_override_is_one_line_without_a_box(overrides, message, capsys):
+    for command in (["train"], ["plan", "--analytic"]):
+        assert main([*command, str(DEMO), *overrides]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith(f"stateflow: {message}") and captured.err.count("\n") == 1
+        assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[job]", "[job", "{}: no TOML: Expected ']' at the end of a table declaration (at line "),
+        ("lr = 2e-3", 'lr = "fast"', "[optimizer] lr = 'fast' is of type str, it must be float"),
+        ("steps = 40", 'steps = "many"', "[training] steps = 'many' must be a whole number"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path, old, new, message, capsys, recwarn):
+    config = tmp_path / "train.toml"
+    config.write_text(DEMO.read_text().replace(old, new))
+    assert main(["train", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"stateflow: {message.format(config)}") and error.count("\n") == 1
+    assert not recwarn.list
+
+
+def test_a_whole_number_for_a_fraction_is_fine(tmp_path):
+    config = tmp_path / "train.toml"
+    config.write_text(DEMO.read_text().replace("lr = 2e-3", "lr = 1"))
+    assert parse_config(["--job.config_file", str(config)]).optimizer.lr == 1
+
+
 def test_too_few_processes_or_steps(capsys):
     assert main(["verify", str(DEMO), "--steps", "0"]) == 2
     assert main(["train", str(DEMO), "--nproc", "0"]) == 2

@@ -5,8 +5,8 @@
 Compiles every case of the named modules of this package (without names: of all that have an `aot_cases`) for each of
 `TARGETS` and prints one line of JSON a case: `module`, `case`, `arch`, `triton`, `num_warps`, `num_stages`,
 `registers` of a thread, `spill_bytes` (the stack frame of a thread; nothing but spilled registers lives there),
-`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), and `failed` with the compiler's words
-instead of the last four where it does not compile. Exit status 1 if any case failed.
+`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten` (see there), and `failed`
+with the compiler's words instead of the last five where it does not compile. Exit status 1 if any case failed.
 """
 
 import importlib
@@ -40,6 +40,7 @@ class AotCase:
         signature: the type of every argument that is no constexpr: "*bf16", "*fp32", "*i64", "i32", "fp32".
         constexprs: the value of every other argument; None for a pointer that is not given.
         num_warps, num_stages: launch options.
+        archs: what it is written for.
     """
 
     name: str
@@ -48,6 +49,7 @@ class AotCase:
     constexprs: dict[str, object]
     num_warps: int = 4
     num_stages: int = 3
+    archs: tuple[int, ...] = TARGETS
 
 
 def compile_case(case: AotCase, arch: int):
@@ -58,7 +60,10 @@ def compile_case(case: AotCase, arch: int):
         raise ValueError(f"{case.name}: signature and constexprs must give each argument once, not {sorted(unknown)}")
     signature = {name: case.signature.get(name, "constexpr") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = ASTSource(case.kernel, signature, constexprs=dict(case.constexprs), attrs=aligned)
+    source_type = ASTSource
+    if case.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source_type
+    source = source_type(case.kernel, signature, constexprs=dict(case.constexprs), attrs=aligned)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
@@ -76,6 +81,35 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return used["REG"], used["STACK"] + used["LOCAL"]
 
 
+def overwritten(ttgir: str) -> list[str]:
+    """Buffers that a round of a loop fills while products of the round before may still read them.
+
+    Triton 3.6.0 leaves products in flight that only add to an accumulator, and gives a tile one buffer that is used in
+    another way too, or that is not loaded ahead at all.
+
+    Returns:
+        Their names in the IR, in order; empty if all is well.
+    """
+    single = set(re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<1x", ttgir))
+    source, found, depth, read, inside = {}, [], 0, [], set()
+    for line in ttgir.splitlines():
+        if "scf.for" in line:
+            depth, read, inside = depth + 1, [], set()
+        elif "scf.yield" in line:
+            depth -= 1
+        if match := re.search(r"(%\w+) = ttg\.memdesc_(?:index|trans|subview) (%\w+)", line):
+            source[match[1]] = source.get(match[2], match[2])
+        elif depth and (match := re.search(r"(%\w+) = ttg\.local_alloc %", line)):
+            inside.add(match[1])
+        elif depth and (match := re.search(r"ttng\.warp_group_dot (%\w+), (%\w+),", line)):
+            read += [source.get(name, name) for name in match.groups()]
+        elif depth and (match := re.search(r"ttng\.warp_group_dot_wait .*pendings = (\d+)", line)):
+            if int(match[1]):
+                found += [name for name in read if name in single | inside]
+            read = []
+    return list(dict.fromkeys(found))
+
+
 def report(case: AotCase, arch: int) -> dict[str, object]:
     """What a compiled case takes."""
     compiled = compile_case(case, arch)
@@ -85,6 +119,7 @@ def report(case: AotCase, arch: int) -> dict[str, object]:
         "spill_bytes": spill_bytes,
         "shared_bytes": compiled.metadata.shared,
         "wgmma": "wgmma" in compiled.asm["ptx"],
+        "overwritten": overwritten(compiled.asm["ttgir"]),
     }
 
 
@@ -103,7 +138,7 @@ def main(names: list[str]) -> int:
     any_failed = False
     for name, module in modules(names):
         for case in module.aot_cases():
-            for arch in TARGETS:
+            for arch in case.archs:
                 line = {"module": name, "case": case.name, "arch": arch, "triton": triton.__version__}
                 line |= {"num_warps": case.num_warps, "num_stages": case.num_stages}
                 try:

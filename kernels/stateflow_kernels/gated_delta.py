@@ -5,10 +5,10 @@ gam the decay from the chunk's start, e the decay to its end, Gam the whole chun
 they come; with NORMALIZE the kernels put their inverse norms rq, rk into the factors of rows, so that no
 normalised copy exists:
 
-    A = tril(b rk_t rk_s (k k^T) . D, -1)    T = (I + A)^-1    U = T (b v)    W = T (b gam rk k)    (Pre)
-    O = s rq gam (q S) + (s rq_t rk_s (q k^T) . D) Vn                                               (Out)
+    A = tril(b rk_t rk_s (k k^T) . D, -1)    T = (I + A)^-1    r = b gam rk    kappa = e rk    (Pre)
+    O = s rq gam (q S) + (s rq_t rk_s (q k^T) . D) Vn                                          (Out)
 
-ST between them is `transition`'s.
+ST between them is `transition`'s, with b, r and kappa.
 
 The log gates are summed within one document and one chunk (so that no bit depends on a neighbour), in float64
 where the inputs are float32, else in float32 with each gate at least -100: e^-100 is nothing to 16 bits, and
@@ -60,17 +60,13 @@ def _unit_triangular_inverse(system, C: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=_LENGTHS)
 def pre_kernel(
     k_ptr,
-    v_ptr,
     g_ptr,
     beta_ptr,
     doc_start_ptr,
     solve_ptr,
-    u_ptr,
-    w_ptr,
     gate_sum_ptr,
     k_norm_ptr,
-    k_scale_ptr,
-    decay_ptr,
+    factors_ptr,
     eps,
     num_tokens,
     num_chunks,
@@ -79,19 +75,16 @@ def pre_kernel(
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
-    BV: tl.constexpr,
     HAS_DOCS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SOLVE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Pre of one chunk and head: T (written where SOLVE, else read), U, W and the factors of the tokens."""
+    """Pre of one chunk and head: T where SOLVE, and the factors of the tokens."""
     pid = tl.program_id(0)
     n = first_chunk + pid // (B * H)
     head = (pid % (B * H)).to(tl.int64)
@@ -126,39 +119,19 @@ def pre_kernel(
     to_end = tl.sum(tl.where(ts[:, None] == C - 1, pairs, 0.0), axis=0)
     tl.store(gate_sum_ptr + chunk * C + ts, gate_sum)
     tl.store(k_norm_ptr + chunk * C + ts, k_norm)
-    tl.store(k_scale_ptr + chunk * C + ts, tl.where(in_chunk, to_end * k_norm, 0.0))
-    tl.store(decay_ptr + chunk, tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0))
-
-    solve_base = chunk * (C * C)
-    solve_offset = ts[:, None] * C + ts[None, :]
+    # In the order that ST and STB read as one tile each: b, kappa, r, Gam; then `out_backward_kernel`'s rho.
+    factors = factors_ptr + chunk * (5 * C) + ts
+    tl.store(factors, beta)
+    tl.store(factors + C, tl.where(in_chunk, to_end * k_norm, 0.0))
+    tl.store(factors + 2 * C, beta * from_start * k_norm)
+    whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
+    tl.store(factors + 3 * C, tl.zeros([C], tl.float32) + whole)
     if SOLVE:
         products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
         system = products * pairs * (beta * k_norm)[:, None] * k_norm[None, :]
         system = tl.where(ts[:, None] > ts[None, :], system, 0.0)
-        solve = rounded(_unit_triangular_inverse(system, C, SOLVE_PRECISION), DTYPE)
-        tl.store(solve_ptr + solve_base + solve_offset, solve)
-    else:
-        solve = tl.load(solve_ptr + solve_base + solve_offset)
-    solve = solve.to(tl.float32)
-
-    # Loaded again rather than kept: the solve needs the registers.
-    k = tl.load(
-        k_ptr + (token * HK + key_head) * K + (ts[:, None] * (HK * K) + ks[None, :]),
-        mask=in_chunk[:, None] & (ks[None, :] < K),
-        other=0.0,
-    )
-    w = dot(solve * (beta * from_start * k_norm)[None, :], k, tl.zeros([C, BK], tl.float32), DTYPE, PRECISION)
-    tl.store(w_ptr + chunk * (C * K) + (ts[:, None] * K + ks[None, :]), rounded(w, DTYPE), mask=ks[None, :] < K)
-    solve *= beta[None, :]
-    for v_block in tl.range(0, V, BV, num_stages=STAGES):
-        vs = v_block + tl.arange(0, BV)
-        v = tl.load(
-            v_ptr + (token * H + head % H) * V + (ts[:, None] * (H * V) + vs[None, :]),
-            mask=in_chunk[:, None] & (vs[None, :] < V),
-            other=0.0,
-        )
-        u = dot(solve, v, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
-        tl.store(u_ptr + chunk * (C * V) + (ts[:, None] * V + vs[None, :]), rounded(u, DTYPE), mask=vs[None, :] < V)
+        solve = _unit_triangular_inverse(system, C, SOLVE_PRECISION)
+        tl.store(solve_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]), rounded(solve, DTYPE))
 
 
 @triton.jit(do_not_specialize=_LENGTHS)

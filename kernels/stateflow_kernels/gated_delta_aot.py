@@ -1,6 +1,6 @@
 """The gated delta rule's kernels as cases for `aot`, in bfloat16 for heads of 128 x 128.
 
-ST and STB at three tiles and the depth of the default plan, the others as the default plan has them.
+ST and STB at two tiles and the depth of the default plan, the others as the default plan has them.
 """
 
 import dataclasses
@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import gated_delta, gated_delta_backward, transition
+from . import gated_delta, gated_delta_backward, hopper, transition
 from .aot import AotCase
-from .gated_delta_rule import CHUNK, Tile, default_plan
+from .gated_delta_rule import CHUNK, FACTORS, Tile, default_plan
 
 _NUMBERS = {"scale": "fp32", "eps": "fp32"}
 # The pointers that do not have the type of q, k and v; all other names of arguments that end in _ptr do.
@@ -23,6 +23,10 @@ _POINTERS = {
         "gate_sum_ptr",
         "k_norm_ptr",
         "k_scale_ptr",
+        "v_scale_ptr",
+        "r_scale_ptr",
+        "q_norm_ptr",
+        "factors_ptr",
         "q_scale_ptr",
         "decay_ptr",
         "state_in_ptr",
@@ -38,7 +42,15 @@ _POINTERS = {
 
 def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
     values = dict(B=1, H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BK=triton.next_power_of_2(k_dim), BV=tile.block_v)
-    values |= dict(HAS_W=True, VECTOR_DECAY=False, HAS_DOCS=True, NORMALIZE=True, SOLVE=True)
+    values |= dict(
+        HAS_SOLVE=True,
+        VECTOR_DECAY=False,
+        FACTOR_STRIDE=FACTORS * CHUNK,
+        DECAY_STRIDE=FACTORS * CHUNK,
+        HAS_DOCS=True,
+        NORMALIZE=True,
+        SOLVE=True,
+    )
     values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_PRECISION="tf32", STAGES=tile.num_stages)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
@@ -46,6 +58,36 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
     lengths = {n: "i32" for n in names if n not in constexprs | pointers | _NUMBERS}
     numbers = {n: kind for n, kind in _NUMBERS.items() if n in names}
     return AotCase(name, kernel, pointers | numbers | lengths, constexprs, tile.num_warps, tile.num_stages)
+
+
+def _specialized_case(name: str, kernel, block_v: int, num_stages: int, k_dim: int, v_dim: int) -> AotCase:
+    values = dict(H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BV=block_v, STAGES=num_stages)
+    rows = dict.fromkeys(("k_desc", "q_desc"), k_dim) | {"solve_desc": CHUNK}
+    signature = {}
+    for argument in (n for n in kernel.arg_names if n not in values):
+        if argument == "factors_desc":
+            signature[argument] = f"tensordesc<fp32[4,{CHUNK}],{hopper.layout(4, CHUNK, torch.float32)!r}>"
+        elif argument.endswith("_desc"):
+            shape = (k_dim if "states" in argument else CHUNK, rows.get(argument, block_v))
+            layout = hopper.layout(*shape, torch.bfloat16)
+            signature[argument] = f"tensordesc<bf16[{shape[0]},{shape[1]}],{layout!r}>"
+        else:
+            signature[argument] = "*fp32" if argument.endswith("_ptr") else "i32"
+    return AotCase(name, kernel, signature, values, 4, num_stages, archs=(90,))
+
+
+def _specialized_cases() -> list[AotCase]:
+    """Of ST and STB for Hopper, where Triton is one that they are written for."""
+    if not hopper.known_triton():
+        return []
+    from . import hopper_transition
+
+    kernels = (hopper_transition.transition_kernel, hopper_transition.transition_backward_kernel)
+    return [
+        _specialized_case(f"{kernel.__name__}, specialised, BV {block_v}", kernel, block_v, stages, 128, 128)
+        for kernel, stages in zip(kernels, (4, 3), strict=True)
+        for block_v in (16, 32)
+    ]
 
 
 def aot_cases() -> list[AotCase]:
@@ -57,7 +99,7 @@ def aot_cases() -> list[AotCase]:
     cases = [
         _case(f"{name}, BV {block_v}", kernel, dataclasses.replace(getattr(plan, name), block_v=block_v), 128, 128)
         for name, kernel in walks.items()
-        for block_v in (16, 32, 64)
+        for block_v in (16, 32)
     ]
     parallel = {
         "pre": gated_delta.pre_kernel,
@@ -67,4 +109,5 @@ def aot_cases() -> list[AotCase]:
         "solve_backward": gated_delta_backward.solve_backward_kernel,
         "key_backward": gated_delta_backward.key_backward_kernel,
     }
+    cases += _specialized_cases()
     return cases + [_case(name, kernel, getattr(plan, name), 128, 128) for name, kernel in parallel.items()]

@@ -1,14 +1,14 @@
 """The token-parallel kernels of the gated delta rule's backward: OG and PG, in the notation of `gated_delta`.
 
-OG is P^T dO, P the scores. PG, in three kernels, turns dO, S, Vn (of the replayed ST) and E, dVn (of STB) into the
-gradients of q, k, v, g and beta. The formulas are in `stateflow.recurrence.gated_delta`.
+OG is P^T dO, P the scores. PG, in three kernels, turns dO, S, Vn (of the replayed ST) and E, a = T^T dVn (of STB) into
+the gradients of q, k, v, g and beta. The formulas are in `stateflow.recurrence.gated_delta`.
 """
 
 import triton
 import triton.language as tl
 
 from .decays import document_starts, inverse_norm, pair_decay, pair_decay_transposed, start_decay
-from .primitives import dot, rounded
+from .primitives import diagonal, dot, rounded, row_dots, scaled_rows
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
 
@@ -21,7 +21,8 @@ def out_backward_kernel(
     grad_o_ptr,
     gate_sum_ptr,
     k_norm_ptr,
-    q_scale_ptr,
+    q_norm_ptr,
+    factors_ptr,
     grad_v_new_ptr,
     scale,
     eps,
@@ -62,10 +63,11 @@ def out_backward_kernel(
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
-    q_norm = scale * inverse_norm(q, eps, NORMALIZE, C)
-    tl.store(
-        q_scale_ptr + chunk * C + ts, tl.where(in_chunk, q_norm * start_decay(gate_sum, start), 0.0)
-    )
+    q_norm = inverse_norm(q, eps, NORMALIZE, C)
+    tl.store(q_norm_ptr + chunk * C + ts, q_norm)
+    q_norm *= scale
+    rho = tl.where(in_chunk, q_norm * start_decay(gate_sum, start), 0.0)
+    tl.store(factors_ptr + chunk * (5 * C) + 4 * C + ts, rho)
 
     # Row s, column t: the transposed scores from transposed operands.
     scores = dot(k, tl.trans(q), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
@@ -91,13 +93,13 @@ def query_backward_kernel(
     doc_start_ptr,
     grad_o_ptr,
     gate_sum_ptr,
+    q_norm_ptr,
     k_norm_ptr,
     v_new_ptr,
     states_ptr,
     grad_q_ptr,
     grad_gate_ptr,
     scale,
-    eps,
     num_tokens,
     num_chunks,
     first_chunk,
@@ -135,6 +137,7 @@ def query_backward_kernel(
     key_mask = in_chunk[:, None] & (ks[None, :] < K)
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
+    q_norm = tl.load(q_norm_ptr + chunk * C + ts)
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     from_start = start_decay(gate_sum, start)
 
@@ -157,17 +160,16 @@ def query_backward_kernel(
 
     q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
     k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    q_norm = inverse_norm(q, eps, NORMALIZE, C)
     grad_pair = grad_scores * pair_decay(gate_sum, start, C)
     scores = dot(q, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     log_pair = grad_pair * scores * (scale * q_norm)[:, None] * k_norm[None, :]
     # <dQ_t, q_t> of the normalised query: the gradient of what decays its output.
-    grad_gate = tl.sum(grad_q * q.to(tl.float32), axis=1) * (scale * from_start * q_norm) + tl.sum(log_pair, axis=1)
-    tl.store(grad_gate_ptr + chunk * C + ts, grad_gate - tl.sum(log_pair, axis=0))
     grad_q = grad_q * (scale * from_start)[:, None]
+    grad_gate = row_dots(grad_q, q, C, DTYPE, PRECISION) * q_norm + tl.sum(log_pair, axis=1)
+    tl.store(grad_gate_ptr + chunk * C + ts, grad_gate - tl.sum(log_pair, axis=0))
     grad_q = dot(grad_pair * (scale * k_norm)[None, :], k, grad_q, DTYPE, PRECISION)
     if NORMALIZE:
-        grad_q = (grad_q - q.to(tl.float32) * (grad_gate * q_norm)[:, None]) * q_norm[:, None]
+        grad_q = scaled_rows(-grad_gate * q_norm, q, grad_q, C, DTYPE, PRECISION) * q_norm[:, None]
     grad_base = (token * H + head % H) * K
     grad_offset = ts[:, None] * (H * K) + ks[None, :]
     tl.store(grad_q_ptr + grad_base + grad_offset, rounded(grad_q, grad_q_ptr.dtype.element_ty), mask=key_mask)
@@ -181,12 +183,12 @@ def solve_backward_kernel(
     doc_start_ptr,
     gate_sum_ptr,
     k_norm_ptr,
-    solve_ptr,
-    grad_v_new_ptr,
+    v_new_ptr,
     states_ptr,
+    grad_solved_ptr,
     grad_gate_ptr,
     grad_system_ptr,
-    grad_w_ptr,
+    grad_k_ptr,
     grad_v_ptr,
     grad_beta_ptr,
     num_tokens,
@@ -206,9 +208,10 @@ def solve_backward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """PG through U, W and the solve, one chunk and head: dV and dbeta; for `key_backward_kernel` M and c.
+    """PG through the solve, one chunk and head: dV, dbeta, and its parts of dK [B, T, H, K] and of the gate sums'.
 
-    Adds its part to the gradients of the gate sums. Needs S and dVn.
+    Needs S, Vn and a = T^T dVn. From (I + A) Vn = b (v - gam k S): dA = -tril(a Vn^T, -1), dv = b a, and no other
+    gradient passes through the solve. dK is left to `key_backward_kernel` as that of the normalised keys.
     """
     pid = tl.program_id(0)
     n = first_chunk + pid // (B * H)
@@ -224,65 +227,63 @@ def solve_backward_kernel(
     key_base = (token * HK + key_head) * K
     key_offset = ts[:, None] * (HK * K) + ks[None, :]
     key_mask = in_chunk[:, None] & (ks[None, :] < K)
+    value_base = (token * H + head % H) * V
+    value_offset = ts[:, None] * (H * V)
+    tile_base = chunk * (C * V)
+    tile_offset = ts[:, None] * V
+    state_base = chunk * (K * V)
+    gate_base = token * H + head % H
+    beta = tl.load(beta_ptr + gate_base + ts * H, mask=in_chunk, other=0.0).to(tl.float32)
+
+    rows = tl.zeros([C, C], tl.float32)
+    grad_k = tl.zeros([C, BK], tl.float32)
+    values = tl.zeros([C, C], tl.float32)
+    for v_block in tl.range(0, V, BV, num_stages=STAGES):
+        vs = (v_block + tl.arange(0, BV))[None, :]
+        v_mask = vs < V
+        v_new = tl.load(v_new_ptr + tile_base + tile_offset + vs, mask=v_mask, other=0.0)
+        grad_solved = tl.load(grad_solved_ptr + tile_base + tile_offset + vs, mask=v_mask, other=0.0)
+        state = tl.load(states_ptr + state_base + (ks[:, None] * V + vs), mask=(ks[:, None] < K) & v_mask, other=0.0)
+        v = tl.load(v_ptr + value_base + value_offset + vs, mask=in_chunk[:, None] & v_mask, other=0.0)
+        rows = dot(grad_solved, tl.trans(v_new), rows, DTYPE, PRECISION)
+        grad_k = dot(grad_solved, tl.trans(state), grad_k, DTYPE, PRECISION)
+        values = dot(grad_solved, tl.trans(v), values, DTYPE, PRECISION)
+    # Not above: see the rule on tiles of products in `primitives`.
+    for v_block in tl.range(0, V, BV, num_stages=STAGES):
+        vs = (v_block + tl.arange(0, BV))[None, :]
+        v_mask = vs < V
+        grad_solved = tl.load(grad_solved_ptr + tile_base + tile_offset + vs, mask=v_mask, other=0.0)
+        tl.store(
+            grad_v_ptr + value_base + value_offset + vs,
+            rounded(grad_solved.to(tl.float32) * beta[:, None], DTYPE),
+            mask=in_chunk[:, None] & v_mask,
+        )
+
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     from_start = start_decay(gate_sum, start)
-    beta = tl.load(beta_ptr + (token * H + head % H) + ts * H, mask=in_chunk, other=0.0).to(tl.float32)
-    solve_t = tl.trans(tl.load(solve_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :])))
-
-    # dW = -dVn S^T, dT = dVn (b V)^T + dW (b gam K)^T, a = T^T dVn.
-    grad_w = tl.zeros([C, BK], tl.float32)
-    grad_solve = tl.zeros([C, C], tl.float32)
-    grad_beta = tl.zeros([C], tl.float32)
-    for v_block in tl.range(0, V, BV, num_stages=STAGES):
-        vs = v_block + tl.arange(0, BV)
-        v_mask = vs[None, :] < V
-        value_base = (token * H + head % H) * V
-        value_offset = ts[:, None] * (H * V) + vs[None, :]
-        value_mask = in_chunk[:, None] & v_mask
-        grad_v_new = tl.load(
-            grad_v_new_ptr + chunk * (C * V) + (ts[:, None] * V + vs[None, :]), mask=v_mask, other=0.0
-        )
-        state = tl.load(
-            states_ptr + chunk * (K * V) + (ks[:, None] * V + vs[None, :]), mask=(ks[:, None] < K) & v_mask, other=0.0
-        )
-        v = tl.load(v_ptr + value_base + value_offset, mask=value_mask, other=0.0)
-        grad_w = dot(grad_v_new, tl.trans(state), grad_w, DTYPE, PRECISION)
-        grad_solve = dot(grad_v_new, tl.trans(v), grad_solve, DTYPE, PRECISION)
-        grad_u = dot(solve_t, grad_v_new, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
-        tl.store(grad_v_ptr + value_base + value_offset, rounded(grad_u * beta[:, None], DTYPE), mask=value_mask)
-        grad_beta += tl.sum(grad_u * v.to(tl.float32), axis=1)
-
     k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    grad_w = rounded(-grad_w, DTYPE)
-    key_part = dot(grad_w, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
-    grad_solve = (grad_solve + key_part * (from_start * k_norm)[None, :]) * beta[None, :]
-    # c = T^T dW, handed on with the factors of dK in it.
-    grad_w = dot(solve_t, grad_w, tl.zeros([C, BK], tl.float32), DTYPE, PRECISION)
-    w_dots = tl.sum(grad_w * k.to(tl.float32), axis=1) * from_start * k_norm
-    tl.store(
-        grad_w_ptr + chunk * (C * K) + (ts[:, None] * K + ks[None, :]),
-        rounded(grad_w * (beta * from_start)[:, None], DTYPE),
-        mask=ks[None, :] < K,
-    )
-    # dA = -tril(T^T dT T^T, -1) and M = dA . D.
-    grad_system = dot(solve_t, grad_solve, tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
-    grad_system = dot(grad_system, solve_t, tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
-    pairs = pair_decay(gate_sum, start, C)
-    grad_system = tl.where(ts[:, None] > ts[None, :], -grad_system * pairs, 0.0)
-    tl.store(
-        grad_system_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]),
-        rounded(grad_system * beta[:, None], DTYPE),
-    )
+    # X = -(a Vn^T) . D below the diagonal; b X k and its transpose are what A gives to dK.
     products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
-    products = products * grad_system * k_norm[:, None] * k_norm[None, :]
-    row_sum = tl.sum(products, axis=1)
+    products = products * k_norm[:, None] * k_norm[None, :]
+    read_dots = row_dots(grad_k, k, C, DTYPE, PRECISION) * (from_start * k_norm)
+    rows = tl.where(ts[:, None] > ts[None, :], -rows * pair_decay(gate_sum, start, C), 0.0)
+    products = products * rows
+    system_dots = tl.sum(products, axis=1)
+    tl.store(grad_beta_ptr + gate_base + ts * H, diagonal(values, C) + system_dots - read_dots, mask=in_chunk)
+    grad_gate = beta * (system_dots - read_dots) - tl.sum(products * beta[:, None], axis=0)
+    rows *= beta[:, None]
+    # Its transpose is `key_backward_kernel`'s: an accumulator cannot be transposed (see `primitives`).
     tl.store(
-        grad_beta_ptr + (token * H + head % H) + ts * H, grad_beta + w_dots + row_sum, mask=in_chunk
+        grad_system_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]), rounded(rows * k_norm[:, None], DTYPE)
     )
-    grad_gate = tl.load(grad_gate_ptr + chunk * C + ts)
-    grad_gate += beta * (w_dots + row_sum) - tl.sum(products * beta[:, None], axis=0)
+    grad_k = grad_k * (-beta * from_start)[:, None]
+    grad_k = dot(rows * k_norm[None, :], k, grad_k, DTYPE, PRECISION)
+    grad_base = (token * H + head % H) * K
+    grad_offset = ts[:, None] * (H * K) + ks[None, :]
+    tl.store(grad_k_ptr + grad_base + grad_offset, rounded(grad_k, grad_k_ptr.dtype.element_ty), mask=key_mask)
+    grad_gate += tl.load(grad_gate_ptr + chunk * C + ts)
     tl.store(grad_gate_ptr + chunk * C + ts, grad_gate)
 
 
@@ -293,17 +294,16 @@ def key_backward_kernel(
     doc_start_ptr,
     grad_o_ptr,
     gate_sum_ptr,
+    q_norm_ptr,
     k_norm_ptr,
     v_new_ptr,
     states_ptr,
     grad_states_ptr,
     grad_gate_ptr,
     grad_system_ptr,
-    grad_w_ptr,
     grad_k_ptr,
     grad_g_ptr,
     scale,
-    eps,
     num_tokens,
     num_chunks,
     first_chunk,
@@ -321,7 +321,7 @@ def key_backward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """PG of the keys and gates, one chunk and head, the last part: dK [B, T, H, K] and dg."""
+    """PG of the keys and gates, one chunk and head, the last part: what P and E add, dK [B, T, H, K] and dg."""
     pid = tl.program_id(0)
     n = first_chunk + pid // (B * H)
     head = (pid % (B * H)).to(tl.int64)
@@ -336,59 +336,54 @@ def key_backward_kernel(
     key_base = (token * HK + key_head) * K
     key_offset = ts[:, None] * (HK * K) + ks[None, :]
     key_mask = in_chunk[:, None] & (ks[None, :] < K)
+    value_base = (token * H + head % H) * V
+    value_offset = ts[:, None] * (H * V)
+    tile_base = chunk * (C * V)
+    tile_offset = ts[:, None] * V
+    state_base = chunk * (K * V)
+    gate_base = token * H + head % H
+    # What comes through P and E. Rows are the keys' tokens, columns those of the queries.
+    grad_scores = tl.zeros([C, C], tl.float32)
+    from_end = tl.zeros([C, BK], tl.float32)
+    by_columns = tl.zeros([BV, BV], tl.float32)  # S^T E; its trace is <S, E>
+    for v_block in tl.range(0, V, BV, num_stages=STAGES):
+        vs = (v_block + tl.arange(0, BV))[None, :]
+        v_mask = vs < V
+        state_mask = (ks[:, None] < K) & v_mask
+        v_new = tl.load(v_new_ptr + tile_base + tile_offset + vs, mask=v_mask, other=0.0)
+        grad_o = tl.load(grad_o_ptr + value_base + value_offset + vs, mask=in_chunk[:, None] & v_mask, other=0.0)
+        grad_state = tl.load(grad_states_ptr + state_base + (ks[:, None] * V + vs), mask=state_mask, other=0.0)
+        state = tl.load(states_ptr + state_base + (ks[:, None] * V + vs), mask=state_mask, other=0.0)
+        grad_scores = dot(v_new, tl.trans(grad_o), grad_scores, DTYPE, PRECISION)
+        from_end = dot(v_new, tl.trans(grad_state), from_end, DTYPE, PRECISION)
+        by_columns = dot(tl.trans(state), grad_state, by_columns, DTYPE, PRECISION)
+
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
+    q_norm = tl.load(q_norm_ptr + chunk * C + ts)
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     from_start = start_decay(gate_sum, start)
-
-    # Rows are the keys' tokens, columns those of the queries.
-    grad_scores = tl.zeros([C, C], tl.float32)
-    grad_k = tl.zeros([C, BK], tl.float32)
-    grad_decay = tl.zeros([BK], tl.float32)
-    for v_block in tl.range(0, V, BV, num_stages=STAGES):
-        vs = v_block + tl.arange(0, BV)
-        v_mask = vs[None, :] < V
-        state_base = chunk * (K * V)
-        state_offset = ks[:, None] * V + vs[None, :]
-        state_mask = (ks[:, None] < K) & v_mask
-        grad_o = tl.load(
-            grad_o_ptr + (token * H + head % H) * V + (ts[:, None] * (H * V) + vs[None, :]),
-            mask=in_chunk[:, None] & v_mask,
-            other=0.0,
-        )
-        v_new = tl.load(v_new_ptr + chunk * (C * V) + (ts[:, None] * V + vs[None, :]), mask=v_mask, other=0.0)
-        grad_state = tl.load(grad_states_ptr + state_base + state_offset, mask=state_mask, other=0.0)
-        grad_scores = dot(v_new, tl.trans(grad_o), grad_scores, DTYPE, PRECISION)
-        grad_k = dot(v_new, tl.trans(grad_state), grad_k, DTYPE, PRECISION)
-        state = tl.load(states_ptr + state_base + state_offset, mask=state_mask, other=0.0)
-        grad_decay += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), axis=1)
-
     pairs = pair_decay_transposed(gate_sum, start, C)
     to_end = tl.sum(tl.where(ts[None, :] == C - 1, pairs, 0.0), axis=1)
-    q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    q_norm = inverse_norm(q, eps, NORMALIZE, C)
-    grad_k = grad_k * to_end[:, None]
+    from_end = from_end * to_end[:, None]
     k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
-    k = rounded(k.to(tl.float32) * k_norm[:, None], DTYPE)
-    end_dots = tl.sum(grad_k * k.to(tl.float32), axis=1)
-    grad_k = dot(grad_scores * pairs * (scale * q_norm)[None, :], q, grad_k, DTYPE, PRECISION)
-    # b M K + M^T (b K)
-    system = tl.load(grad_system_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]))
-    grad_k = dot(system, k, grad_k, DTYPE, PRECISION)
-    grad_k = dot(tl.trans(system), k, grad_k, DTYPE, PRECISION)
-    grad_w_offset = ts[:, None] * K + ks[None, :]
-    grad_k += tl.load(grad_w_ptr + chunk * (C * K) + grad_w_offset, mask=ks[None, :] < K, other=0.0).to(tl.float32)
-    if NORMALIZE:
-        along = tl.sum(grad_k * k.to(tl.float32), axis=1)
-        grad_k = (grad_k - k.to(tl.float32) * along[:, None]) * k_norm[:, None]
+    end_dots = row_dots(from_end, k, C, DTYPE, PRECISION) * k_norm
+    q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
     grad_base = (token * H + head % H) * K
     grad_offset = ts[:, None] * (H * K) + ks[None, :]
+    grad_k = tl.load(grad_k_ptr + grad_base + grad_offset, mask=key_mask, other=0.0).to(tl.float32) + from_end
+    grad_k = dot(grad_scores * pairs * (scale * q_norm)[None, :], q, grad_k, DTYPE, PRECISION)
+    system = tl.load(grad_system_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]))
+    grad_k = dot(tl.trans(system), k, grad_k, DTYPE, PRECISION)
+    if NORMALIZE:
+        along = row_dots(grad_k, k, C, DTYPE, PRECISION) * k_norm
+        grad_k = scaled_rows(-along * k_norm, k, grad_k, C, DTYPE, PRECISION) * k_norm[:, None]
     tl.store(grad_k_ptr + grad_base + grad_offset, rounded(grad_k, grad_k_ptr.dtype.element_ty), mask=key_mask)
 
     whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
-    grad_end = tl.sum(end_dots, axis=0) + whole * tl.sum(grad_decay, axis=0)
+    grad_end = tl.sum(end_dots, axis=0) + whole * tl.sum(diagonal(by_columns, BV), axis=0)
     grad_gate = tl.load(grad_gate_ptr + chunk * C + ts) - end_dots + tl.where(ts == C - 1, grad_end, 0.0)
     # Each gate is in the sums of its document's later tokens.
     summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
     grad_g = tl.sum(tl.where(summed, grad_gate[:, None], 0.0), axis=0)
-    tl.store(grad_g_ptr + (token * H + head % H) + ts * H, grad_g, mask=in_chunk)
+    tl.store(grad_g_ptr + gate_base + ts * H, grad_g, mask=in_chunk)

@@ -1,15 +1,19 @@
 """Launches the gated delta rule's kernels: forward = Pre, ST, Out; backward = Pre, ST, OG, STB, PG.
 
-Saved for the backward are the inputs and T (C numbers a token and head); U, W, Vn and the states at the chunks'
-starts are computed again there.
+Saved for the backward are the inputs and T (C numbers a token and head); Vn and the states at the chunks' starts are
+computed again there.
 
 With cuts, ST works on a side stream beside another segment's parallel part; for two segments that is
 
     forward     Pre1 -> (ST1 || Pre2) -> (ST2 || Out1) -> Out2
     backward    Pre -> (ST || OG -> STB1) -> (STB2 || PG of q, PG1) -> PG2,  segment 1 the later tokens
 
+Pre of the backward only sums gates and takes norms.
+
 Every kernel does the same with a segment as with the whole, so cuts change no bit.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,19 +27,24 @@ from torch import Tensor
 
 from . import gated_delta as kernels
 from . import gated_delta_backward as backward_kernels
-from . import transition
+from . import hopper, transition
 
 CHUNK = 64
+FACTORS = 5
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is launched: columns of V at a time, warps a program, depth of the load pipeline."""
+    """How a kernel is launched: columns of V at a time, warps a program, depth of the load pipeline.
+
+    `specialized`: ST and STB in the form of `hopper_transition`, where that runs; its bits are the same.
+    """
 
     block_v: int = 64
     num_warps: int = 4
     num_stages: int = 2
+    specialized: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,6 @@ class Plan:
     """
 
     pre: Tile = Tile(64, 4, 2)
-    replay: Tile = Tile(64, 4, 2)
     transition: Tile = Tile(32, 4, 4)
     out: Tile = Tile(64, 4, 2)
     out_backward: Tile = Tile(64, 4, 2)
@@ -72,7 +80,7 @@ def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int 
     walk_v = min(32 if size == 2 or not wide else 16, block_v)
 
     def walk(tiles_k: int, tiles_v: int, most: int) -> Tile:
-        stage = CHUNK * (tiles_k * block_k + tiles_v * walk_v) * size
+        stage = CHUNK * (tiles_k * block_k + CHUNK + tiles_v * walk_v) * size
         fixed = block_k * walk_v * size
         return Tile(walk_v, 4, max([2, *(n for n in range(3, most + 1) if n * stage + fixed <= shared_memory)]))
 
@@ -80,11 +88,10 @@ def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int 
     parallel = Tile(min(64 if size == 2 else 32, block_v), 8 if wide else 4, 2)
     return Plan(
         pre=parallel,
-        replay=parallel,
-        transition=walk(2, 1, 4),
+        transition=walk(1, 1, 4),
         out=parallel,
         out_backward=parallel,
-        transition_backward=walk(3, 2, 3),
+        transition_backward=walk(2, 2, 4),
         query_backward=parallel,
         solve_backward=parallel,
         key_backward=parallel,
@@ -104,8 +111,10 @@ class _Problem:
         self.heads = self.batch * self.num_heads
         precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
         # Not B, T or N: what a kernel is compiled for must not depend on a chunk's length.
-        self.sizes = dict(H=self.num_heads, HK=self.num_key_heads, K=self.k_dim, V=self.v_dim, C=CHUNK)
-        self.sizes |= dict(BK=max(16, triton.next_power_of_2(self.k_dim)), DTYPE=_DTYPES[q.dtype], PRECISION=precision)
+        self.key_sizes = dict(H=self.num_heads, HK=self.num_key_heads, K=self.k_dim, C=CHUNK)
+        self.key_sizes |= dict(BK=max(16, triton.next_power_of_2(self.k_dim)), DTYPE=_DTYPES[q.dtype])
+        self.key_sizes |= dict(PRECISION=precision)
+        self.sizes = self.key_sizes | dict(V=self.v_dim)
         self.options = dict(B=self.batch, HAS_DOCS=doc_start is not None, NORMALIZE=eps is not None)
 
     def tiles(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -136,7 +145,7 @@ class _Problem:
         )
 
     def walk(self, kernel, tile: Tile, chunks: range, *args) -> None:
-        """Launches ST or STB through some chunks of all heads."""
+        """Launches Triton's ST or STB through some chunks of all heads."""
         block_v = min(tile.block_v, max(16, triton.next_power_of_2(self.v_dim)))
         kernel[(self.heads * triton.cdiv(self.v_dim, block_v),)](
             *args,
@@ -146,10 +155,46 @@ class _Problem:
             chunks.stop,
             **self.sizes,
             BV=block_v,
-            HAS_W=True,
+            HAS_SOLVE=True,
             VECTOR_DECAY=False,
+            FACTOR_STRIDE=FACTORS * CHUNK,
+            DECAY_STRIDE=FACTORS * CHUNK,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
+        )
+
+    def transition(
+        self, tile: Tile, chunks: range, prepared: _Prepared, k: Tensor, v: Tensor,
+        state_in: Tensor, states: Tensor, v_new: Tensor, state_out: Tensor,
+    ) -> None:  # fmt: skip
+        """ST: from `state_in`, the state before the first of these chunks, to `state_out`."""
+        if hopper.runs(self, tile):
+            hopper.transition(
+                self, tile, chunks, prepared.solve, prepared.factors, k, v, state_in, states, v_new, state_out
+            )
+            return
+        b, kappa, r, decay, _ = prepared.factors.unbind(3)
+        self.walk(
+            transition.transition_kernel,
+            *(tile, chunks, k, kappa, v, prepared.solve, b, r, decay, state_in, states, v_new, state_out),
+        )
+
+    def transition_backward(
+        self, tile: Tile, chunks: range, prepared: _Prepared, q: Tensor, k: Tensor, grad_o: Tensor,
+        grad_state_in: Tensor, tiles: Tensor, grad_states: Tensor, grad_state_out: Tensor,
+    ) -> None:  # fmt: skip
+        """STB: from the gradient of the state after the last of these chunks to that before the first.
+
+        `tiles` hold P^T dO and receive a.
+        """
+        outputs = (grad_state_in, tiles, grad_states, grad_state_out)
+        if hopper.runs(self, tile):
+            hopper.transition_backward(self, tile, chunks, prepared.solve, prepared.factors, q, k, grad_o, *outputs)
+            return
+        _, kappa, r, decay, rho = prepared.factors.unbind(3)
+        self.walk(
+            transition.transition_backward_kernel,
+            *(tile, chunks, q, rho, k, kappa, prepared.solve, r, decay, grad_o, *outputs),
         )
 
     def segments(self, cuts: tuple[float, ...]) -> list[range]:
@@ -202,21 +247,26 @@ class _Prepared:
     def __init__(self, problem: _Problem, solve: Tensor | None = None):
         self.solve = problem.tiles(CHUNK) if solve is None else solve
         self.solved = solve is not None
-        self.u, self.w = problem.tiles(problem.v_dim), problem.tiles(problem.k_dim)
         # Float64 for float32 inputs: see `gated_delta`.
         self.gate_sum = problem.tokens(torch.float64 if problem.dtype == torch.float32 else torch.float32)
-        self.k_norm, self.k_scale = problem.tokens(), problem.tokens()
-        self.decay = torch.empty(*self.k_norm.shape[:-1], dtype=torch.float32, device=problem.device)
+        self.k_norm = problem.tokens()
+        # Of each chunk: b, kappa and r of its tokens, Gam (C times), and rho, which is `out_backward_kernel`'s.
+        chunks = self.k_norm.shape[:-1]
+        self.factors = torch.empty(*chunks, FACTORS, CHUNK, dtype=torch.float32, device=problem.device)
 
-    def run(self, problem: _Problem, tile: Tile, chunks: range, k: Tensor, v: Tensor, g: Tensor, beta: Tensor):
-        problem.per_chunk(
-            kernels.pre_kernel,
-            tile,
-            chunks,
-            *(k, v, g, beta, problem.doc_start, self.solve, self.u, self.w),
-            *(self.gate_sum, self.k_norm, self.k_scale, self.decay, problem.eps),
+    def run(self, problem: _Problem, tile: Tile, chunks: range, k: Tensor, g: Tensor, beta: Tensor) -> None:
+        kernels.pre_kernel[(len(chunks) * problem.heads,)](
+            *(k, g, beta, problem.doc_start, self.solve),
+            *(self.gate_sum, self.k_norm, self.factors, problem.eps),
+            problem.num_tokens,
+            problem.num_chunks,
+            chunks.start,
+            **problem.key_sizes,
+            **problem.options,
             SOLVE=not self.solved,
-            SOLVE_PRECISION=problem.sizes["PRECISION"],
+            SOLVE_PRECISION=problem.key_sizes["PRECISION"],
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )
 
 
@@ -246,17 +296,12 @@ def forward(
     side = _SideStreams(problem.device, len(segments) > 1)
 
     def pre(chunks: range) -> None:
-        prepared.run(problem, plan.pre, chunks, k, v, g, beta)
+        prepared.run(problem, plan.pre, chunks, k, g, beta)
 
     def walk(chunks: range) -> None:
-        problem.walk(
-            transition.transition_kernel,
-            plan.transition,
-            chunks,
-            *(k, prepared.k_scale, prepared.u, prepared.w, prepared.decay),
-            # The second segment goes on from the state that the first one left.
-            *(state if chunks.start == 0 else state_out, states, v_new, state_out),
-        )
+        # The second segment goes on from the state that the first one left.
+        before = state if chunks.start == 0 else state_out
+        problem.transition(plan.transition, chunks, prepared, k, v, before, states, v_new, state_out)
 
     def out(chunks: range) -> None:
         problem.per_chunk(
@@ -300,9 +345,10 @@ def backward(
     problem = _Problem(q, v, doc_start, scale, eps)
     prepared = _Prepared(problem, solve)
     v_new, states = problem.tiles(problem.v_dim), problem.states()
-    grad_v_new, grad_states = problem.tiles(problem.v_dim), problem.states()
-    q_scale, grad_gate, unused = problem.tokens(), problem.tokens(), torch.empty_like(state)
-    grad_w, grad_system = problem.tiles(problem.k_dim), problem.tiles(CHUNK)
+    # P^T dO, and then a.
+    grad_solved, grad_states = problem.tiles(problem.v_dim), problem.states()
+    q_norm, grad_gate, unused = problem.tokens(), problem.tokens(), torch.empty_like(state)
+    grad_system = problem.tiles(CHUNK)
     grad_v, grad_state_in = torch.empty_like(v), torch.empty_like(state)
     grad_g, grad_beta = (torch.empty(g.shape, dtype=torch.float32, device=g.device) for _ in range(2))
     shared = problem.num_heads > problem.num_key_heads
@@ -319,18 +365,14 @@ def backward(
             backward_kernels.out_backward_kernel,
             plan.out_backward,
             whole,
-            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_scale, grad_v_new),
+            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_norm, prepared.factors, grad_solved),
             *(problem.scale, problem.eps),
         )
 
     def walk_back(chunks: range) -> None:
-        problem.walk(
-            transition.transition_backward_kernel,
-            plan.transition_backward,
-            chunks,
-            *(q, q_scale, k, prepared.k_scale, prepared.w, prepared.decay, grad_o),
-            *(grad_state if chunks.stop == problem.num_chunks else grad_state_in, grad_v_new, grad_states),
-            grad_state_in,
+        after = grad_state if chunks.stop == problem.num_chunks else grad_state_in
+        problem.transition_backward(
+            plan.transition_backward, chunks, prepared, q, k, grad_o, after, grad_solved, grad_states, grad_state_in
         )
 
     def query_backward(chunks: range) -> None:
@@ -338,8 +380,8 @@ def backward(
             backward_kernels.query_backward_kernel,
             plan.query_backward,
             chunks,
-            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, v_new, states, grad_q, grad_gate),
-            *(problem.scale, problem.eps),
+            *(q, k, doc_start, grad_o, prepared.gate_sum, q_norm, prepared.k_norm, v_new, states, grad_q, grad_gate),
+            problem.scale,
         )
 
     def solve_backward(chunks: range) -> None:
@@ -347,8 +389,8 @@ def backward(
             backward_kernels.solve_backward_kernel,
             plan.solve_backward,
             chunks,
-            *(k, v, beta, doc_start, prepared.gate_sum, prepared.k_norm, solve, grad_v_new, states),
-            *(grad_gate, grad_system, grad_w, grad_v, grad_beta),
+            *(k, v, beta, doc_start, prepared.gate_sum, prepared.k_norm, v_new, states, grad_solved),
+            *(grad_gate, grad_system, grad_k, grad_v, grad_beta),
         )
 
     def key_backward(chunks: range) -> None:
@@ -356,19 +398,14 @@ def backward(
             backward_kernels.key_backward_kernel,
             plan.key_backward,
             chunks,
-            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, v_new, states, grad_states),
-            *(grad_gate, grad_system, grad_w, grad_k, grad_g, problem.scale, problem.eps),
+            *(q, k, doc_start, grad_o, prepared.gate_sum, q_norm, prepared.k_norm, v_new, states, grad_states),
+            *(grad_gate, grad_system, grad_k, grad_g, problem.scale),
         )
 
     def replay() -> None:
-        problem.walk(
-            transition.transition_kernel,
-            plan.transition,
-            whole,
-            *(k, prepared.k_scale, prepared.u, prepared.w, prepared.decay, state, states, v_new, unused),
-        )
+        problem.transition(plan.transition, whole, prepared, k, v, state, states, v_new, unused)
 
-    prepared.run(problem, plan.replay, whole, k, v, g, beta)
+    prepared.run(problem, plan.pre, whole, k, g, beta)
     replayed = side.run(0, replay)
     out_backward()
     walked = [side.run(1, partial(walk_back, chunks)) for chunks in segments]

@@ -10,6 +10,7 @@ No table is ever for another GPU. Nothing here waits for the device.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -22,7 +23,8 @@ from pathlib import Path
 import torch
 import triton
 
-from . import gated_delta_rule, mamba3_rule
+from . import gated_delta_rule, hopper, mamba3_rule
+from .gated_delta_rule import Tile
 from .plan_table import Environment, Shape, Table, bucket_of, load, normalized, numbers_of
 
 logger = logging.getLogger("stateflow")
@@ -131,7 +133,21 @@ def fallback_plan(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: i
     """The plan that fits any shape on this device."""
     if device.type != "cuda":
         return DEFAULTS[family](k_dim, v_dim, dtype)
-    return DEFAULTS[family](k_dim, v_dim, dtype, shared_memory_of(device))
+    shared_memory = shared_memory_of(device)
+    plan = DEFAULTS[family](k_dim, v_dim, dtype, shared_memory)
+    if family == "gated_delta_rule" and dtype != torch.float32 and hopper.available(device):
+        plan = _with_specialized_walks(plan, k_dim, v_dim, shared_memory)
+    return plan
+
+
+def _with_specialized_walks(plan, k_dim: int, v_dim: int, shared_memory: int):
+    walks = {}
+    for name in ("transition", "transition_backward"):
+        tile = getattr(plan, name)
+        stages = hopper.default_stages(name == "transition_backward", k_dim, tile.block_v, shared_memory)
+        if k_dim in hopper.K_DIMS and v_dim % tile.block_v == 0 and stages is not None:
+            walks[name] = Tile(tile.block_v, 4, stages, specialized=True)
+    return dataclasses.replace(plan, **walks)
 
 
 def shared_memory_of(device: torch.device) -> int:

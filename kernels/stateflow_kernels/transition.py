@@ -1,20 +1,25 @@
 """The state transition (ST) and its adjoint (STB), one kernel each for every family of linear recurrences.
 
-Per head and kernel chunk of C tokens, with the state S [K, V] before the chunk:
+Per head and kernel chunk of C tokens, with the state S [K, V] before the chunk and one factor a token each in the
+diagonal matrices b, r, kappa and rho:
 
-    Vn = U - W S          S' = Lam S + Kh^T Vn                                      (ST, in order)
-    dVn = P^T dY + Kh E   E' = Lam E + Qh^T dY - W^T dVn                            (STB, in reverse order)
+    ST, in order:    Vn = V, or T (b V - r k S) with a solve    S' = Lam S + k^T kappa Vn
+    STB, reversed:   dVn = P^T dY + kappa k E    a = T^T dVn    E' = Lam E + q^T rho dY - k^T r a
 
-E is dL/dS' on entry to a chunk. Kh and Qh are given as k and q with a float32 factor a token, Lam is a scalar or
-a vector [K]; without W, Vn is U. Each program owns some columns of S of one head and walks through the chunks
-with the state in float32 registers, so that a walk may stop and go on at any chunk without changing a bit.
+E is dL/dS' on entry to a chunk. Lam is a scalar or a vector [K]. With a solve this is the delta rule: T V' = U and
+T r k = W of the literature, multiplied out of order, so that neither U nor W exists in memory, ST reads what the
+forward saved, and STB's `a` is all that the gradients through the solve need. Each program owns some columns of S of
+one head and walks through the chunks with the state in float32 registers, so that a walk may stop and go on at any
+chunk without changing a bit.
 
 Layouts (all contiguous):
     q, k               [B, T, HK, K]; head h reads key head h // (H / HK)
-    dY (grad_y)        [B, T, H, V]
-    u, w, v_new, ...   "tiles" [B, H, N, C, X]: N chunks, the last one padded with zeros
-    k_scale, q_scale   [B, H, N, C] float32, 0 in the padding
-    decay              [B, H, N] float32, or [B, H, N, K] where VECTOR_DECAY
+    v, dY (grad_y)     [B, T, H, V]
+    v_new, ...         "tiles" [B, H, N, C, X]: N chunks, the last one padded with zeros
+    solve              T, tiles with X = C
+    k_scale (kappa), q_scale (rho), v_scale (b), r_scale (r)    [B, H, N, C] float32, 0 in the padding; chunks
+                       FACTOR_STRIDE apart
+    decay              [B, H, N] float32, or [B, H, N, K] where VECTOR_DECAY; chunks DECAY_STRIDE apart
     states             [B, H, N, K, V] in DTYPE: the state (its gradient) as it entered each chunk
     state              [B, H, K, V] float32
 """
@@ -31,8 +36,10 @@ _LENGTHS = ["num_tokens", "num_chunks", "first_chunk", "end_chunk"]
 def transition_kernel(
     k_ptr,
     k_scale_ptr,
-    u_ptr,
-    w_ptr,
+    v_ptr,
+    solve_ptr,
+    v_scale_ptr,
+    r_scale_ptr,
     decay_ptr,
     state_in_ptr,
     states_ptr,
@@ -49,8 +56,10 @@ def transition_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    HAS_W: tl.constexpr,
+    HAS_SOLVE: tl.constexpr,
     VECTOR_DECAY: tl.constexpr,
+    FACTOR_STRIDE: tl.constexpr,
+    DECAY_STRIDE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -79,18 +88,24 @@ def transition_kernel(
         k = tl.load(
             k_ptr + (token * HK + key_head) * K + (ts[:, None] * (HK * K) + ks[None, :]), mask=seen & k_mask, other=0.0
         )
-        k_scale = tl.load(k_scale_ptr + chunk * C + ts)
-        tile_offset = ts[:, None] * V + vs[None, :]
-        v_new = tl.load(u_ptr + chunk * (C * V) + tile_offset, mask=v_mask, other=0.0).to(tl.float32)
+        k_scale = tl.load(k_scale_ptr + chunk * FACTOR_STRIDE + ts)
+        v = tl.load(
+            v_ptr + (token * H + head % H) * V + (ts[:, None] * (H * V) + vs[None, :]), mask=seen & v_mask, other=0.0
+        )
+        v_new = v.to(tl.float32)
         if VECTOR_DECAY:
-            decay = tl.load(decay_ptr + chunk * K + ks, mask=ks < K, other=0.0)[:, None]
+            decay = tl.load(decay_ptr + chunk * DECAY_STRIDE + ks, mask=ks < K, other=0.0)[:, None]
         else:
-            decay = tl.load(decay_ptr + chunk)
+            decay = tl.load(decay_ptr + chunk * DECAY_STRIDE)
         tl.store(states_ptr + chunk * (K * V) + state_offset, rounded(state, DTYPE), mask=state_mask)
-        if HAS_W:
-            w = tl.load(w_ptr + chunk * (C * K) + (ts[:, None] * K + ks[None, :]), mask=k_mask, other=0.0)
-            v_new -= dot(w, state, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
-            tl.store(v_new_ptr + chunk * (C * V) + tile_offset, rounded(v_new, DTYPE), mask=v_mask)
+        if HAS_SOLVE:
+            v_scale = tl.load(v_scale_ptr + chunk * FACTOR_STRIDE + ts)
+            r_scale = tl.load(r_scale_ptr + chunk * FACTOR_STRIDE + ts)
+            solve = tl.load(solve_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]))
+            read = dot(k, state, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
+            v_new = v_new * v_scale[:, None] - read * r_scale[:, None]
+            v_new = dot(solve, v_new, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
+            tl.store(v_new_ptr + chunk * (C * V) + (ts[:, None] * V + vs[None, :]), rounded(v_new, DTYPE), mask=v_mask)
         state = dot(tl.trans(k), v_new * k_scale[:, None], state * decay, DTYPE, PRECISION)
 
     tl.store(state_out_ptr + head * K * V + state_offset, state, mask=state_mask)
@@ -102,7 +117,8 @@ def transition_backward_kernel(
     q_scale_ptr,
     k_ptr,
     k_scale_ptr,
-    w_ptr,
+    solve_ptr,
+    r_scale_ptr,
     decay_ptr,
     grad_y_ptr,
     grad_state_in_ptr,
@@ -120,13 +136,15 @@ def transition_backward_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    HAS_W: tl.constexpr,
+    HAS_SOLVE: tl.constexpr,
     VECTOR_DECAY: tl.constexpr,
+    FACTOR_STRIDE: tl.constexpr,
+    DECAY_STRIDE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """STB over the chunks end_chunk - 1 .. first_chunk; `grad_v_new` holds P^T dY and receives dVn."""
+    """STB over the chunks end_chunk - 1 .. first_chunk; `grad_v_new` holds P^T dY and receives a, or dVn."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     column = pid % NV
@@ -152,8 +170,8 @@ def transition_backward_kernel(
         key_offset = ts[:, None] * (HK * K) + ks[None, :]
         k = tl.load(k_ptr + key_base + key_offset, mask=seen & k_mask, other=0.0)
         q = tl.load(q_ptr + key_base + key_offset, mask=seen & k_mask, other=0.0)
-        k_scale = tl.load(k_scale_ptr + chunk * C + ts)
-        q_scale = tl.load(q_scale_ptr + chunk * C + ts)
+        k_scale = tl.load(k_scale_ptr + chunk * FACTOR_STRIDE + ts)
+        q_scale = tl.load(q_scale_ptr + chunk * FACTOR_STRIDE + ts)
         grad_y_base = (token * H + head % H) * V
         grad_y_offset = ts[:, None] * (H * V) + vs[None, :]
         grad_y = tl.load(grad_y_ptr + grad_y_base + grad_y_offset, mask=seen & v_mask, other=0.0).to(tl.float32)
@@ -161,16 +179,18 @@ def transition_backward_kernel(
         tile_offset = ts[:, None] * V + vs[None, :]
         from_output = tl.load(grad_v_new_ptr + tile_base + tile_offset, mask=v_mask, other=0.0).to(tl.float32)
         if VECTOR_DECAY:
-            decay = tl.load(decay_ptr + chunk * K + ks, mask=ks < K, other=0.0)[:, None]
+            decay = tl.load(decay_ptr + chunk * DECAY_STRIDE + ks, mask=ks < K, other=0.0)[:, None]
         else:
-            decay = tl.load(decay_ptr + chunk)
+            decay = tl.load(decay_ptr + chunk * DECAY_STRIDE)
         tl.store(grad_states_ptr + chunk * (K * V) + state_offset, rounded(grad_state, DTYPE), mask=state_mask)
         from_state = dot(k, grad_state, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
         grad_v_new = from_output + from_state * k_scale[:, None]
-        tl.store(grad_v_new_ptr + tile_base + tile_offset, rounded(grad_v_new, DTYPE), mask=v_mask)
         grad_state = dot(tl.trans(q), grad_y * q_scale[:, None], grad_state * decay, DTYPE, PRECISION)
-        if HAS_W:
-            w = tl.load(w_ptr + chunk * (C * K) + (ts[:, None] * K + ks[None, :]), mask=k_mask, other=0.0)
-            grad_state = dot(tl.trans(w), -grad_v_new, grad_state, DTYPE, PRECISION)
+        if HAS_SOLVE:
+            r_scale = tl.load(r_scale_ptr + chunk * FACTOR_STRIDE + ts)
+            solve = tl.load(solve_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]))
+            grad_v_new = dot(tl.trans(solve), grad_v_new, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
+            grad_state = dot(tl.trans(k), grad_v_new * -r_scale[:, None], grad_state, DTYPE, PRECISION)
+        tl.store(grad_v_new_ptr + tile_base + tile_offset, rounded(grad_v_new, DTYPE), mask=v_mask)
 
     tl.store(grad_state_out_ptr + head * K * V + state_offset, grad_state, mask=state_mask)

@@ -1,3 +1,4 @@
 from stateflow.cli import main
 
-raise SystemExit(main())
+if __name__ == "__main__":  # processes that measure stages import this file again
+    raise SystemExit(main())

@@ -12,10 +12,16 @@ overridden: ``--stateflow.num-chunks 8 --parallelism.pipeline-parallel-degree 4`
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
+import importlib
+import io
 import logging
 import os
 import re
 import sys
+import tomllib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return more_commands.run(options, overrides)
     if options.command == "doctor":
         return _doctor(options, overrides)
-    if getattr(options, "benchmark", "") == "gdn" or (options.command == "tune-kernels" and options.config is None):
+    if getattr(options, "config", None) is None:
         return _measure(options, overrides)
     if not options.config.is_file():
         print(f"stateflow: no such config: {options.config}", file=sys.stderr)
@@ -100,20 +106,87 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_config(titan_args: Sequence[str]):
-    """The merged torchtitan config of ``--job.config_file FILE [overrides]``, validated.  Raises ValueError."""
+    """The merged torchtitan config of ``--job.config_file FILE [overrides]``, validated.
+
+    Raises ValueError, one line that names the option, key or file; torchtitan's own parser would print a box.
+    """
     from torchtitan.config import ConfigManager
 
     import stateflow.titan  # noqa: F401  registers the section, the model and the checks
 
+    said = io.StringIO()
     logging.disable(logging.ERROR)  # torchtitan's remarks come again, from the run itself
     try:
-        return ConfigManager().parse_args(list(titan_args))
+        with contextlib.redirect_stderr(said), warnings.catch_warnings(record=True) as warned:
+            config = ConfigManager().parse_args(list(titan_args))
+    except SystemExit as leaving:
+        if leaving.code != 2:  # --help
+            raise
+        raise ValueError(_parser_complaint(said.getvalue())) from None
     finally:
         logging.disable(logging.NOTSET)
+    # The parser only warns of a value of the wrong type and goes on with it. Keys that ``validate`` knows are refused
+    # above in better words.
+    complaints = filter(None, (_type_complaint(str(warning.message)) for warning in warned))
+    for complaint in complaints:
+        raise ValueError(complaint)
+    return config
+
+
+def _parser_complaint(box: str) -> str:
+    """What the override parser says in a box, as one line: its first paragraph and the nearest option that exists."""
+    lines = [line.strip("│| ") for line in box.splitlines()]
+    said: list[str] = []
+    for line in list(filter(None, lines))[1:]:  # after the title
+        if line.strip("─-+╭╮╰╯ "):
+            said.append(line)
+        elif said:  # a rule: what follows is help
+            break
+    text = " ".join(said) or "the overrides cannot be parsed"
+    unknown = re.match(r"Unrecognized options: (\S+?),?(?:\s|$)", text)
+    if unknown is None:
+        return text
+    option = unknown[1].partition("=")[0]
+    section, _, key = option.rpartition(".")
+    if not option.startswith("--"):
+        return f"{option!r} is no option; a flag takes no value: --section.key for true, --section.no-key for false"
+    near = difflib.get_close_matches(key.replace("_", "-"), _option_names(section), n=1)
+    hint = f"; did you mean {section}.{near[0]}?" if near else "; every key of the config is --section.key VALUE"
+    return f"unknown option {option}{hint}"
+
+
+def _option_names(section: str) -> list[str]:
+    """The keys of a section, "--training" or "--stateflow.model", as the override parser spells them."""
+    from torchtitan.config import JobConfig
+
+    from stateflow.titan.config import JobConfig as Ours
+
+    for place in (Ours(), JobConfig()):
+        for name in section.removeprefix("--").split("."):
+            place = getattr(place, name, None)
+        if place is not None:
+            return [key.replace("_", "-") for key in vars(place)]
+    return []
+
+
+def _type_complaint(warning: str) -> str | None:
+    """The parser's warning of a type as one line; None for other warnings, and for a whole number as a fraction."""
+    pattern = r"field `([\w.]+)` is annotated with type `(.*?)`, but the default value `(.*?)` has type `(.*?)`"
+    found = re.search(pattern, " ".join(warning.split()))
+    if found is None:
+        return None
+    key, wanted, value, has = found.groups()
+    names = [re.sub(r"<class '(.*)'>", r"\1", name) for name in (wanted, has)]
+    if names == ["float", "int"]:
+        return None
+    section, _, key = key.rpartition(".")
+    return f"[{section}] {key} = {value!r} is of type {names[1]}, it must be {names[0]}"
 
 
 def _one_sentence(error: Exception, config: Path) -> str:
     """torchtitan's complaint about unknown keys names a class and a script that is not here: say it with the file."""
+    if isinstance(error, tomllib.TOMLDecodeError):
+        return f"{config}: no TOML: {error}"
     found = re.match(r"Invalid field names in <class '(.*)'> data: \{(.*)\}", str(error))
     if found is None:
         return str(error)
@@ -202,21 +275,22 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_benchmarks(parser: argparse.ArgumentParser) -> None:
-    from stateflow.bench.arguments import add_gdn, add_pipeline
+    from stateflow.bench.arguments import add_gdn, add_mamba3, add_pipeline
 
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="{gdn,pipeline}")
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="{gdn,mamba3,pipeline}")
     add_gdn(benchmarks.add_parser("gdn", help="the gated delta rule against FLA and FlashQLA"))
+    add_mamba3(benchmarks.add_parser("mamba3", help="Mamba-3 against the official kernels of mamba-ssm"))
     add_pipeline(benchmarks.add_parser("pipeline", help="whole training steps against torchtitan's 1F1B"))
 
 
 def _measure(options, unknown: Sequence[str]) -> int:
     """A measurement without a config."""
-    from stateflow.bench import gdn
-
     try:
         if unknown:
             raise ValueError(f"unknown argument {unknown[0]}")
-        return _tune(options, None) if options.command == "tune-kernels" else gdn.run(options)
+        if options.command == "tune-kernels":
+            return _tune(options, None)
+        return importlib.import_module(f"stateflow.bench.{options.benchmark}").run(options)
     except ValueError as error:
         print(f"stateflow: {error}", file=sys.stderr)
         return 2

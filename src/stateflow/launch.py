@@ -12,18 +12,21 @@ from collections.abc import Sequence
 GRACE_SECONDS = 30.0
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Asks Linux for SIGTERM when the parent of this process dies: SIGKILL leaves it no time to pass one on."""
+    if sys.platform != "linux":
+        return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def run_to_its_end(command: Sequence[str], **kwargs) -> int:
+def run_to_its_end(command: Sequence[str], timeout: float | None = None, **kwargs) -> int:
     """Runs ``command`` and returns its exit status; SIGTERM, SIGHUP and Ctrl-C are passed on to it and waited for.
 
     Without this a stopped parent (a scheduler, ``timeout``, a cancelled job) would leave torchrun and its workers.
+    After ``timeout`` seconds it is ended and subprocess.TimeoutExpired raised.
     """
-    before = _end_with_parent if sys.platform == "linux" else None
+    before = end_with_parent if sys.platform == "linux" else None
     child = subprocess.Popen(command, preexec_fn=before, **kwargs)
 
     def leave(signum, _frame):
@@ -31,7 +34,7 @@ def run_to_its_end(command: Sequence[str], **kwargs) -> int:
 
     previous = {s: signal.signal(s, leave) for s in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        return child.wait()
+        return child.wait(timeout)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

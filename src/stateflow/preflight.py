@@ -83,22 +83,35 @@ def check_config(path: Path, overrides: Sequence[str]) -> list[Finding]:
     else:
         findings.append(Finding(f"it needs {needed} of {have} GPUs"))
     findings += _check_plan(config)
+    findings += _check_parts(config)
     findings += _check_memory(config)
     return findings
 
 
 def _check_plan(config) -> list[Finding]:
-    import tomllib
+    from stateflow.planning.plan_file import read_evidence
 
     path = config.stateflow.plan
     if path is None:
         return []
-    made_on = tomllib.loads(Path(path).read_text()).get("evidence", {}).get("device")
+    evidence = read_evidence(Path(path))
+    made_on, made_with = evidence.get("device"), evidence.get("torch")
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    advice = "it works, but another may be faster: stateflow plan measures afresh"
     if made_on != here:
-        advice = "it works, but another may be faster: stateflow plan measures afresh"
         return [Finding(f"the plan {path} was made on {made_on}, here is {here}", advice)]
-    return [Finding(f"the plan {path} fits this run and was made on {here}")]
+    if made_with != torch.__version__:
+        return [Finding(f"the plan {path} was made with torch {made_with}, here is {torch.__version__}", advice)]
+    seconds = evidence.get("measured_step_time", evidence.get("predicted_step_time"))
+    expected = "" if seconds is None else f"; it expects {seconds:.4g} s a step"
+    return [Finding(f"the plan {path} fits this run and was made on {here}{expected}")]
+
+
+def _check_parts(config) -> list[Finding]:
+    from stateflow.titan.planning import job_of, parts_without_layers
+
+    remark = parts_without_layers(job_of(config))
+    return [] if remark is None else [Finding("stages are uneven", remark)]
 
 
 def _check_memory(config) -> list[Finding]:

@@ -9,25 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from stateflow.bench import gdn, gdn_worker
-from stateflow.bench.gdn_contestants import DEFAULT, OURS, SERIAL, SERIAL_64, Absent, Contestant, contestants
+from stateflow.bench import processes
+from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant
+from stateflow.bench.gdn_contestants import DEFAULT, SERIAL_64, SUBJECT
 from stateflow.bench.gdn_report import render
-from stateflow.bench.gdn_worker import Parity, Spec, Worker, done_path, sample_path
-from stateflow.bench.measure import Memory, Timing, read_rows
+from stateflow.bench.measure import Timing, read_rows
+from stateflow.bench.worker import Parity, Spec, done_path, sample_path
 from stateflow.cli import build_parser, main
 from stateflow.recurrence import gated_delta_rule
 from stateflow.recurrence.self_check import NAMES
 from stateflow_kernels.plan_table import Shape, from_json, to_json
 from stateflow_kernels.primitives import INTERPRETED
+from tests.bench.bench_testing import CPU, FIGURES, rows_of_worker, without_a_device
 
-CPU = torch.device("cpu")
 SHAPE = Shape("gated_delta_rule", 2, 2, 32, 32, "float16", 1, 130)
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-
-FIGURES = {
-    name: Timing(ms, ms, ms, 15).json()
-    for name, ms in dict(forward=1.0, backward=2.0, forward_device=0.9, backward_device=1.0).items()
-} | {"memory_mb": vars(Memory(100.0, 200.0, 50.0))}
 
 
 def reference(q, k, v, g, beta, initial_state, **options):
@@ -53,22 +49,12 @@ def install(monkeypatch):
 
 @pytest.fixture
 def work(tmp_path, monkeypatch):
-    """No device: figures are made up, all else is done."""
-    monkeypatch.setattr(gdn_worker, "measure", lambda *_: FIGURES)
-    monkeypatch.setattr(gdn_worker, "PARITY_TOKENS", 70)
-    monkeypatch.setattr(Worker, "compile", lambda *_: None)
-    monkeypatch.setattr(Worker, "walks", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("stateflow.bench.measure.Turns.for_autotuning", lambda self: None)
+    without_a_device(monkeypatch, SUBJECT)
     return tmp_path
 
 
 def rows_of(group: str, work: Path, shapes=(SHAPE,)) -> list[dict]:
-    path = work / f"{group}.jsonl"
-    worker = Worker(Spec(group, shapes, str(path), str(work), 10), CPU)
-    worker.parity.num_tokens = 70
-    worker.run()
-    return read_rows(path)
+    return rows_of_worker(SUBJECT, group, work, shapes)
 
 
 @interpreted
@@ -125,24 +111,25 @@ def test_absent_peers_are_skipped_with_a_word(work, monkeypatch):
     (row,) = rows_of("fla", work)
     assert row["skipped"].startswith("fla.ops.gated_delta_rule cannot be imported (")
     with pytest.raises(Absent, match="128 x 128 only"):
-        contestants("flashqla", SHAPE, CPU)
+        SUBJECT.contestants("flashqla", SHAPE, CPU)
 
 
-def test_parity_is_computed_once_for_all_lengths():
+def test_parity_is_computed_once_for_all_lengths(monkeypatch):
     calls = []
 
     def call(*inputs):
         calls.append(inputs[0].shape[1])
         return gated_delta_rule(*inputs, backend="chunk", use_qk_l2norm_in_kernel=True)
 
-    parity, contestant = Parity(CPU, 70), Contestant("x", call)
+    monkeypatch.setattr(SUBJECT, "parity_tokens", 70)
+    parity, contestant = Parity(SUBJECT, CPU), Contestant("x", call)
     first = parity.errors(contestant, SHAPE)
     longer = parity.errors(contestant, from_json(Shape, to_json(SHAPE) | {"tokens": 999}))
     assert first is longer and calls == [70]
 
 
 def test_specs_are_files():
-    spec = Spec("fla", (SHAPE,), "rows", "work", 10)
+    spec = Spec("gdn", "fla", (SHAPE,), "rows", "work", 10)
     assert from_json(Spec, json.loads(json.dumps(to_json(spec)))) == spec
 
 
@@ -151,7 +138,7 @@ def options(*args: str):
 
 
 def test_shapes(monkeypatch):
-    shapes = gdn.shapes_of([20, 10], [8192, 65536], [(128, 128), (96, 192)], "bfloat16", (12, 16384))
+    shapes = processes.shapes_of(SUBJECT, [20, 10], [8192, 65536], [(128, 128), (96, 192)], "bfloat16", (12, 16384))
     assert len(shapes) == 9 and shapes[-1].num_heads == 12 and shapes[-1].k_dim == 128
     assert options().untuned == (12, 16384) and options("--untuned", "none").untuned is None
     assert options("--peers").peers == [] and options("--dims", "64x32").dims == [(64, 32)]
@@ -181,23 +168,23 @@ def test_a_peer_path_must_be_a_folder(capsys):
 
 def test_a_peers_folder_comes_first_in_its_process_only(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    paths = gdn.worker_env("fla", tmp_path)["PYTHONPATH"].split(os.pathsep)
+    paths = processes.worker_env(tmp_path, {})["PYTHONPATH"].split(os.pathsep)
     assert paths[0] == str(tmp_path) and paths[-1] == "/elsewhere"
     assert any((Path(p) / "stateflow").is_dir() for p in paths)
-    assert gdn.worker_env("fla", None)["FLA_TILELANG"] == "0"
-    own = gdn.worker_env("ours", None)
+    assert processes.worker_env(None, SUBJECT.environment["fla"])["FLA_TILELANG"] == "0"
+    own = processes.worker_env(None, {})
     assert str(tmp_path) not in own["PYTHONPATH"] and "FLA_TILELANG" not in own
 
 
 def test_a_process_that_dies_or_takes_too_long_is_a_row(tmp_path, monkeypatch, capsys):
-    def start(group: str, program: str) -> gdn.Process:
-        monkeypatch.setattr(gdn.sys, "executable", "/bin/sh")
+    def start(group: str, program: str) -> processes.Process:
+        monkeypatch.setattr(processes.sys, "executable", "/bin/sh")
         command = tmp_path / f"{group}.sh"
         command.write_text(program)
-        popen = gdn.subprocess.Popen
-        monkeypatch.setattr(gdn.subprocess, "Popen", lambda _, **kw: popen(["/bin/sh", str(command)], **kw))
-        process = gdn.Process(group, [SHAPE], tmp_path / "rows", tmp_path, 10, None)
-        monkeypatch.setattr(gdn.subprocess, "Popen", popen)
+        popen = processes.subprocess.Popen
+        monkeypatch.setattr(processes.subprocess, "Popen", lambda _, **kw: popen(["/bin/sh", str(command)], **kw))
+        process = processes.Process(SUBJECT, group, [SHAPE], tmp_path / "rows", tmp_path, 10, None)
+        monkeypatch.setattr(processes.subprocess, "Popen", popen)
         return process
 
     start("fla", "echo told; exit 3").wait(60)
@@ -218,7 +205,7 @@ def no_processes(monkeypatch, tmp_path):
     log = []
 
     class Fake:
-        def __init__(self, group, shapes, rows, work, runs, path):
+        def __init__(self, subject, group, shapes, rows, work, runs, path):
             self.group, self.rows, self.work = group, rows, work
             log.append((group, path, [(shape.num_heads, shape.tokens) for shape in shapes]))
 
@@ -231,8 +218,8 @@ def no_processes(monkeypatch, tmp_path):
         def end(self):
             log.append(("end", self.group))
 
-    monkeypatch.setattr(gdn, "Process", Fake)
-    monkeypatch.setattr(gdn, "require_cuda", lambda what: None)
+    monkeypatch.setattr(processes, "Process", Fake)
+    monkeypatch.setattr(processes, "require_cuda", lambda what: None)
     monkeypatch.setenv("STATEFLOW_PLAN_TABLE", "")
 
     def tune(shapes, table, seconds, turns):
@@ -266,7 +253,7 @@ def test_the_order_of_things(no_processes, tmp_path, capsys):
 
 
 def report_rows() -> list[dict]:
-    plan = to_json(contestants(OURS, SHAPE, CPU)[0].plan)
+    plan = to_json(SUBJECT.contestants(OURS, SHAPE, CPU)[0].plan)
     sizes = dict(heads=20, tokens=8192, k_dim=128, v_dim=128)
     common = dict(kind="time", **sizes, errors={"o": 1e-3}, versions={"triton": "3.6.0"})
     slow = FIGURES | {"backward": Timing(5.0, 5.0, 5.0, 15).json()}

@@ -36,7 +36,7 @@ def test_nan_is_a_miss():
     assert relative_l2(x, torch.zeros(4)) == 2.0
     assert math.isnan(relative_l2(x * math.nan, x))
     assert misses({"o": math.nan, "dq": 0.1, "dk": 0.2}, {"o": 1.0, "dq": 0.1, "dk": 0.1}) == [
-        "o nan (bound 1e+00)", "dk 2.0e-01 (bound 1e-01)"
+        "o nan (bound 1.0e+00)", "dk 2.0e-01 (bound 1.0e-01)"
     ]  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def test_saving_adds_to_the_file_and_replaces_what_it_measured_again(tmp_path):
         (lambda c: c["entries"][0]["shape"].pop("tokens"), "tokens"),
         (lambda c: c["entries"][0]["plan"]["pre"].update(block_v=48), "pre: block_v = 48 must be a power of two"),
         (lambda c: c["entries"][0]["plan"]["pre"].update(num_stages=9), "num_stages = 9 from 1 to 8"),
-        (lambda c: c["entries"][0]["plan"].update(prae={}), "must be a table with the keys pre, replay"),
+        (lambda c: c["entries"][0]["plan"].update(prae={}), "must be a table with the keys pre, transition"),
         (lambda c: c["entries"][0]["plan"].update(cuts=[0.5, 0.5]), "must be shares between 0 and 1 that increase"),
         (lambda c: c["entries"][0]["plan"].update(overlap_backward=1), "1 must be of type bool"),
     ],

@@ -1,10 +1,12 @@
 """Measuring and tracing on a CUDA device: figures that make sense, and memory beside what is counted."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
+from stateflow.cli import main
 from stateflow.model import LanguageModel
 from stateflow.pipeline.policies import build_schedule
 from stateflow.pipeline.schedule import Action, Kind
@@ -18,6 +20,9 @@ from .test_costs import make_job
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
+TWO_GPUS = str(Path(__file__).parents[2] / "titan_configs" / "gdn_3b_hybrid_2gpu.toml")
+# The 3B hybrid with a layer of attention in four, so that all is over in two minutes.
+SMALL = ["--stateflow.model.num_layers=4", "--training.seq_len=16384", "--training.local_batch_size=4"]
 
 
 @pytest.mark.parametrize("kinds", [["gdn", "gdn"], ["attention", "gdn"]])
@@ -36,6 +41,49 @@ def test_measured_memory_is_near_the_counted(kinds):
         assert 0 < point.forward < 10 and 0 < point.backward < 10 and not point.failed
         counted = stages[number].footprint.saved_bytes_per_token * 2048
         assert 0.7 * counted < point.saved_bytes < 1.3 * counted, (number, point.saved_bytes / counted)
+
+
+def test_halves_of_the_backward_add_up_to_about_the_whole():
+    config = dataclasses.replace(FLAVORS["gdn_3b_hybrid"], num_layers=2, pattern=["gdn", "attention"], init_seed=0)
+    model = LanguageModel(config)
+    with torch.no_grad():
+        model.init_weights()
+    part = split_model(model, 1)[0].to(DEVICE, torch.bfloat16)
+    whole, halves = (
+        measure(
+            part, DEVICE, torch.bfloat16, 8192, 8192, batch=1, dim=config.dim, vocab_size=config.vocab_size,
+            is_first=True, is_last=True, split=split,
+        )
+        for split in (False, True)
+    )  # fmt: skip
+    print(f"B {whole.backward:.4f} s, I {halves.backward:.4f} s, W {halves.weight:.4f} s")
+    assert whole.weight is None and 0 < halves.weight < halves.backward
+    assert 0.7 * whole.backward < halves.backward + halves.weight < 1.4 * whole.backward
+
+
+def test_the_choice_against_a_measured_grid(tmp_path, capsys):
+    """On one GPU every chunk is measured and the order simulated; on two the plans train."""
+    call = ["plan", TWO_GPUS, *SMALL, f"--job.dump_folder={tmp_path}", "--policies", "1f1b", "zero_bubble"]
+    status = main([*call, "--verify", "3", "--check-grid"])
+    said = capsys.readouterr().out
+    with capsys.disabled():
+        print("\n" + said)
+    how = "run one after the other" if torch.cuda.device_count() > 1 else "measured one by one"
+    assert how in said and "best of a grid of" in said and (tmp_path / "plan.toml").exists()
+    assert status == 0, "the chosen plan is more than 2 % slower than the best of the grid"
+
+
+def test_tensor_parallel_stages_are_measured(tmp_path, capsys):
+    """On one GPU they are refused with the degree that works; on two their processes answer."""
+    call = ["plan", TWO_GPUS, *SMALL, f"--job.dump_folder={tmp_path}", "--policies", "1f1b", "--verify", "0"]
+    status = main([*call, "--parallelism.tensor_parallel_degree=2"])
+    captured = capsys.readouterr()
+    if torch.cuda.device_count() < 2:
+        assert status == 2 and "set it to 1, or use --analytic" in captured.err
+        return
+    with capsys.disabled():
+        print("\n" + captured.out)
+    assert status == 0 and "PP2 x TP2" in captured.out and "fit: worst error" in captured.out
 
 
 def test_a_trace_by_events(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stateflow.cli import main
-from stateflow.commands import plan_measured, sweep
+from stateflow.commands import plan_verify, sweep
 
 DEMO = str(Path(__file__).parents[2] / "titan_configs" / "demo.toml")
 GRID = ["--set", "stateflow.num_chunks=1,2,4", "--set", "stateflow.skew=0,1"]
@@ -61,7 +61,7 @@ def test_cells_that_cannot_be_are_recorded(tmp_path, capsys):
 
 def test_out_of_memory_is_recorded_as_such(tmp_path, capsys, monkeypatch):
     reason = "[rank1]: torch.OutOfMemoryError: CUDA out of memory."
-    monkeypatch.setattr(plan_measured, "train_for_a_trace", lambda *args: (None, reason))
+    monkeypatch.setattr(plan_verify, "train_for_a_trace", lambda *args: (None, reason))
     path = tmp_path / "sweep.jsonl"
     assert main(["sweep", DEMO, "--set", "stateflow.num_chunks=2", "--out", str(path)]) == 0
     (row,) = rows_of(path)

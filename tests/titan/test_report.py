@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,12 @@ from hypothesis import strategies as st
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.config import JobConfig
 
+from stateflow.pipeline.policies import build_schedule
+from stateflow.pipeline.schedule import Kind
+from stateflow.pipeline.trace import ActionTrace
+from stateflow.planning.plan_file import PlanFile, Target, write_plan
 from stateflow.titan import report
+from stateflow.titan.config import StateFlow
 from stateflow.titan.tokenizer import ByteTokenizer
 
 
@@ -35,7 +39,7 @@ def config(tmp_path, monkeypatch):
     config.metrics.enable_tensorboard = True
     config.validation.enable = True
     config.validation.dataset = str(tmp_path / "text.txt")
-    config.stateflow = SimpleNamespace(tokenizer="bytes", enable=True, num_chunks=4, chunk_lengths=[], plan=None)
+    config.stateflow = StateFlow(enable=True, num_chunks=4)
     return config
 
 
@@ -242,3 +246,27 @@ def test_next_commands_follow_the_config(config):
     config.stateflow.enable = False
     text = report.summarize(config.job.dump_folder, config)
     assert "--stateflow.enable" in text and "num-chunks" not in text and "no-enable" not in text
+
+
+def test_predicted_beside_measured(config, tmp_path):
+    """The plan's figure and the traced one stand beside the logged step, each with how far it is off."""
+    folder = write_log(config, training=[(1, 5.0), (2, 4.0), (3, 3.0)])
+    with SummaryWriter(str(folder)) as writer:
+        for step, seconds in enumerate((9.0, 2.0, 2.5, 3.0)):
+            writer.add_scalar(report.STEP_SECONDS, seconds, step)
+    plan = PlanFile(Target("x", 8, 2, 2, 1, "none"), "1f1b", (4, 4))
+    write_plan(tmp_path / "plan.toml", plan, {"predicted_step_time": 2.0}, [])
+    config.stateflow.plan, config.stateflow.trace = str(tmp_path / "plan.toml"), True
+    config.parallelism.pipeline_parallel_degree = 2
+    schedule = build_schedule("1f1b", 2, 1, 2)
+    for rank, row in enumerate(schedule.table):
+        trace = ActionTrace("cpu")
+        times = [(str(a), 0.5 * i, 0.5 * i + (0.1 if a.kind is Kind.F else 0.2)) for i, a in enumerate(row)]
+        trace.steps.append({"step": 3, "wall": 0.0, "actions": [list(entry) for entry in times]})
+        trace.write(tmp_path / "out" / "trace", rank, schedule, [4, 4])
+    config.job.dump_folder = str(tmp_path / "out")
+    text = report.summarize(config.job.dump_folder, config, world_size=2)
+    assert "2.5 s with optimizer and data" in text and "1.7 s of it in forwards and backwards" in text
+    assert "2 s predicted by the plan (+17.6%)" in text
+    assert "0.9 s simulated with the measured cost of each chunk (-47.1%)" in text
+    assert report.collect(config.job.dump_folder, config)["predicted_step_seconds"]["predicted by the plan"] == 2.0

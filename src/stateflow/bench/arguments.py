@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-
-PEERS = ("fla", "flashqla")
 
 
 def dims(text: str) -> tuple[int, int]:
@@ -22,41 +22,62 @@ def heads_and_tokens(text: str) -> tuple[int, int] | None:
     return None if text == "none" else dims(text)
 
 
-def peer_path(text: str) -> tuple[str, Path]:
+def peer_path(names: Sequence[str], text: str) -> tuple[str, Path]:
     name, equals, path = text.partition("=")
-    if not equals or name not in PEERS:
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=/folder with a NAME of {', '.join(PEERS)}")
+    if not equals or name not in names:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=/folder with a NAME of {', '.join(names)}")
     if not Path(path).is_dir():
         raise argparse.ArgumentTypeError(f"{path!r} of {name} is no folder")
     return name, Path(path).resolve()
 
 
+WHOLE = dict(type=int, nargs="+", metavar="N")
+
+
 def add_gdn(parser: argparse.ArgumentParser) -> None:
-    whole = dict(type=int, nargs="+", metavar="N")
-    parser.add_argument("--heads", default=[20, 10, 8], help="default 20 10 8", **whole)
-    parser.add_argument("--tokens", default=[8192, 16384, 32768, 65536], help="default 8192 to 65536", **whole)
-    parser.add_argument(
-        "--dims", type=dims, nargs="+", metavar="KxV", default=[(128, 128), (96, 192)], help="default 128x128 96x192"
-    )
+    add_operation(parser, [20, 10, 8], [(128, 128), (96, 192)], "KxV", (12, 16384), ("fla", "flashqla"))
+    parser.add_argument("--tune", type=Path, metavar="FILE", help="tune the kernels first, into this table")
+    parser.add_argument("--tune-heads", help="those to tune (default: all)", **WHOLE)
+    parser.add_argument("--tune-dims", type=dims, nargs="+", metavar="KxV", help="likewise (default: all)")
+    parser.add_argument("--tune-budget", type=float, metavar="S", help="seconds for the tuning, about")
+
+
+def add_mamba3(parser: argparse.ArgumentParser) -> None:
+    add_operation(parser, [80, 40, 24], [(128, 64)], "NxP", (48, 16384), ("official",))
+
+
+def add_operation(
+    parser: argparse.ArgumentParser,
+    heads: list[int],
+    head_dims: list[tuple[int, int]],
+    names: str,
+    untuned: tuple[int, int],
+    peers: tuple[str, ...],
+) -> None:
+    """What the benchmarks of one operation have in common: see `processes.run`."""
+
+    def default(values: Sequence) -> str:
+        return "default " + " ".join("x".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)
+
+    parser.add_argument("--heads", default=heads, help=default(heads), **WHOLE)
+    parser.add_argument("--tokens", default=[8192, 16384, 32768, 65536], help="default 8192 to 65536", **WHOLE)
+    parser.add_argument("--dims", type=dims, nargs="+", metavar=names, default=head_dims, help=default(head_dims))
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument(
         "--untuned",
         type=heads_and_tokens,
         metavar="HEADSxTOKENS",
-        default=(12, 16384),
-        help='a shape more that is never tuned here, or "none" (default 12x16384)',
+        default=untuned,
+        help=f'a shape more that is never tuned here, or "none" ({default([untuned])})',
     )
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="none: only our own")
-    parser.add_argument("--peer-path", type=peer_path, nargs="+", default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--peer-heads", help="of those above, for the peers (default: all)", **whole)
-    parser.add_argument("--peer-tokens", help="of those above, for the peers (default: all)", **whole)
-    parser.add_argument("--peer-dims", type=dims, nargs="+", metavar="KxV", help="likewise (default: all)")
+    path = partial(peer_path, peers)
+    parser.add_argument("--peers", nargs="*", choices=peers, default=list(peers), help="none: only our own")
+    parser.add_argument("--peer-path", type=path, nargs="+", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--peer-heads", help="of those above, for the peers (default: all)", **WHOLE)
+    parser.add_argument("--peer-tokens", help="of those above, for the peers (default: all)", **WHOLE)
+    parser.add_argument("--peer-dims", type=dims, nargs="+", metavar=names, help="likewise (default: all)")
     parser.add_argument("--peer-untuned", action="store_true", help="the peers also run the shape of --untuned")
     parser.add_argument("--peer-timeout", type=float, default=1800.0, metavar="S", help="from the start (default 1800)")
-    parser.add_argument("--tune", type=Path, metavar="FILE", help="tune the kernels first, into this table")
-    parser.add_argument("--tune-heads", help="those to tune (default: all)", **whole)
-    parser.add_argument("--tune-dims", type=dims, nargs="+", metavar="KxV", help="likewise (default: all)")
-    parser.add_argument("--tune-budget", type=float, metavar="S", help="seconds for the tuning, about")
     parser.add_argument("--runs", type=int, default=15, metavar="N", help="timed runs (default 15, at least 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, one a line, as they come")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")

@@ -6,57 +6,98 @@ the last state.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import importlib.metadata
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from stateflow_kernels.gated_delta_rule import Plan, default_plan
-from stateflow_kernels.plan_table import Shape
+from stateflow.bench.contestants import OURS, Absent, Contestant, Subject, import_from, serial, with_choice
+from stateflow.planning.kernel_launches import EPS, Launches, random_inputs
+from stateflow.recurrence.self_check import BOUNDS_16_BITS, NAMES
+from stateflow_kernels.gated_delta_rule import Tile
+from stateflow_kernels.plan_table import Shape, to_json
 
-OURS = "ours"
-SERIAL, DEFAULT, SERIAL_64 = "ours, serial", "ours, default plan", "ours, serial BV 64"
+DEFAULT, SERIAL_64 = "ours, default plan", "ours, serial BV 64"
+BLOCKS_V = (16, 32, 64)
+COMPILE_SECONDS = 150.0
 
 
-class Absent(Exception):
-    """A contestant is not here, or does not take the shape: no failure."""
+class GatedDeltaRule(Subject):
+    name = "gdn"
+    peers = ("fla", "flashqla")
+    packages = {"fla": ("fla-core",), "flashqla": ("flash-qla", "tilelang")}
+    # FLA hands its work to other libraries where it finds them: what is measured is FLA.
+    environment = {"fla": {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "0"}}
+    names = NAMES
+    bounds = BOUNDS_16_BITS
+    by_token = frozenset(NAMES) - {"state", "dstate"}
+    parity_tokens = 1000
 
+    def shape(self, heads, tokens, k_dim, v_dim, dtype):
+        from stateflow.planning.kernel_shapes import explicit_shapes
 
-@dataclass(frozen=True)
-class Contestant:
-    name: str
-    call: Callable[..., tuple[Tensor, Tensor]]
-    plan: Plan | None = None
-    plan_source: str | None = None
-    tuned: bool | None = None
+        explicit_shapes([heads], [tokens], k_dim, v_dim, dtype)  # raises
+        return Shape("gated_delta_rule", heads, heads, k_dim, v_dim, dtype, 1, tokens)
 
-    def running(self):
-        """The context in which it runs, forward and backward."""
+    def contestants(self, group, shape, device):
+        return {OURS: _ours, "fla": _fla, "flashqla": _flashqla}[group](shape, device)
+
+    def random_inputs(self, shape, num_tokens, device, seed=0):
+        return random_inputs(shape, num_tokens, device, seed)
+
+    def exact_results(self, shape, inputs, grads):
+        """The chunk form."""
+        from stateflow.recurrence.gated_delta_kernels import chunk_form, chunk_form_backward
+
+        scale = shape.k_dim**-0.5
+        inputs, grads = ([x.detach().cpu().double() for x in xs] for xs in (inputs, grads))
+        return [*chunk_form(*inputs, None, scale, EPS), *chunk_form_backward(*grads, *inputs, None, scale, EPS)]
+
+    def get_ready(self, group, shapes, device, work, turns):
+        """What a table's tuning has not compiled, for all shapes at once."""
+        if group != OURS:
+            return
+        from stateflow.planning.kernel_bench import all_tiles, compile_jobs, default_workers
+
+        jobs: dict = {}
+        for shape in shapes:
+            present = self.contestants(OURS, shape, device)
+            pairs = [*all_tiles([contestant.plan for contestant in present]), *walk_tiles(present[0].plan)]
+            jobs |= {(replace(shape, tokens=1), name, tile): None for name, tile in pairs}
+        compile_jobs(list(jobs), device, default_workers(), COMPILE_SECONDS)
+
+    def check_plan(self, contestant, shape, device):
+        """Raises if the self-check would put anything else in this plan's place."""
+        from stateflow.recurrence.self_check import Problem, checked_plan
+
+        dtype = getattr(torch, shape.dtype)
+        sizes = (shape.num_heads, shape.num_key_heads, shape.k_dim, shape.v_dim)
+        problem = Problem(device, dtype, *sizes, normalize=True, has_docs=False, batch=shape.batch)
+        if checked_plan(problem, contestant.plan) != contestant.plan:
+            raise ValueError("the kernels' self-check failed with this plan")
+
+    def parts(self, shape, device):
+        """ST and STB, by the columns of V that a program takes."""
         from stateflow_kernels import plans
 
-        return contextlib.nullcontext() if self.plan is None else plans.using(self.plan)
+        plan = plans.choice_for(shape, device).plan
+        launches = Launches(shape, shape.tokens, device, fill=plan)
+        return [
+            (dict(kernel=name, tile=to_json(tile)), partial(launches.by_name[name], tile))
+            for name, tile in walk_tiles(plan)
+        ]
 
 
-def contestants(group: str, shape: Shape, device: torch.device) -> list[Contestant]:
-    """Those of "ours", "fla" or "flashqla" for a shape.
-
-    Raises:
-        Absent: the library is not here, or does not take this shape.
-    """
-    return {"ours": _ours, "fla": _fla, "flashqla": _flashqla}[group](shape, device)
+SUBJECT = GatedDeltaRule()
 
 
-def versions(group: str) -> dict[str, str]:
-    """Of the packages that make up a group."""
-    found = {}
-    for package in {"ours": (), "fla": ("fla-core",), "flashqla": ("flash-qla", "tilelang")}[group]:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+def walk_tiles(plan) -> list[tuple[str, Tile]]:
+    """ST's and STB's tiles at each width, otherwise the plan's; at most two stages where wider tiles need the room."""
+    return [
+        (name, replace(tile, block_v=block_v, num_stages=min(tile.num_stages, 3 if block_v <= 32 else 2)))
+        for name, tile in (("transition", plan.transition), ("transition_backward", plan.transition_backward))
+        for block_v in BLOCKS_V
+    ]
 
 
 def _ours(shape: Shape, device: torch.device) -> list[Contestant]:
@@ -66,31 +107,22 @@ def _ours(shape: Shape, device: torch.device) -> list[Contestant]:
     def call(q, k, v, g, beta, state):
         return gated_delta_rule(q, k, v, g, beta, state, backend="triton", use_qk_l2norm_in_kernel=True)
 
-    choice = plans.choice_for(shape, device)
-    # A table has powers of two: other lengths have an entry, but not one that was measured for them.
-    tuned = choice.shape == shape
-    serial = replace(choice.plan, cuts=(), backward_cuts=(), overlap_backward=False)
-    memory = plans.shared_memory_of(device) if device.type == "cuda" else 232_448
-    default = default_plan(shape.k_dim, shape.v_dim, getattr(torch, shape.dtype), memory)
+    ours = with_choice(Contestant(OURS, call), shape, device)
+    default = plans.fallback_plan(device, getattr(torch, shape.dtype), shape.k_dim, shape.v_dim)
     walks = ("transition", "transition_backward")
-    wide = {name: replace(getattr(default, name), block_v=64, num_stages=2) for name in walks}
+    wide = {name: Tile(64, 4, 2) for name in walks}
+
+    wider = "the default with BV 64 in ST and STB"
     return [
-        Contestant(OURS, call, choice.plan, str(choice), tuned),
-        Contestant(SERIAL, call, serial, "the same plan, nothing overlaps", tuned),
-        Contestant(DEFAULT, call, default, "default", False),
-        Contestant(SERIAL_64, call, replace(default, **wide), "the default with BV 64 in ST and STB", False),
+        ours,
+        serial(ours),
+        replace(ours, name=DEFAULT, plan=default, plan_source="default", tuned=False),
+        replace(ours, name=SERIAL_64, plan=replace(default, **wide), plan_source=wider, tuned=False),
     ]
 
 
-def _import(package: str, name: str):
-    try:
-        return getattr(importlib.import_module(package), name)
-    except Exception as error:  # some look for a GPU or a compiler while they are imported
-        raise Absent(f"{package} cannot be imported ({type(error).__name__}: {str(error)[:200]})") from error
-
-
 def _fla(shape: Shape, device: torch.device) -> list[Contestant]:
-    op = _import("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    op = import_from("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 
     def call(q, k, v, g, beta, state):
         options = dict(output_final_state=True, use_qk_l2norm_in_kernel=True)
@@ -102,7 +134,7 @@ def _fla(shape: Shape, device: torch.device) -> list[Contestant]:
 def _flashqla(shape: Shape, device: torch.device) -> list[Contestant]:
     if (shape.k_dim, shape.v_dim) != (128, 128):
         raise Absent("flash_qla takes heads of 128 x 128 only")
-    op = _import("flash_qla", "chunk_gated_delta_rule")
+    op = import_from("flash_qla", "chunk_gated_delta_rule")
 
     def call(auto_cp: bool, q, k, v, g, beta, state):
         options = dict(output_final_state=True, use_qk_l2norm_in_kernel=True, auto_cp=auto_cp)

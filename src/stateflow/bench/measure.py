@@ -123,7 +123,7 @@ def relative_l2(result: Tensor, reference: Tensor) -> float:
 def misses(errors: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
     """What is above its bound, or no number."""
     return [
-        f"{name} {error:.1e} (bound {bounds[name]:.0e})" for name, error in errors.items() if not error <= bounds[name]
+        f"{name} {error:.1e} (bound {bounds[name]:.1e})" for name, error in errors.items() if not error <= bounds[name]
     ]
 
 

@@ -72,7 +72,9 @@ def measured(options: argparse.Namespace, scenario: Scenario) -> dict:
     fits = (job.seq_len, job.num_ranks, len(job.parts)) == (
         plan.seq_len, trace.schedule.num_ranks, trace.schedule.num_stages
     )  # fmt: skip
-    if fits and job.num_microbatches == trace.schedule.num_microbatches:
+    if options.device is None and analytic.device.name.lower() not in trace.device.lower():
+        print(f"the table of devices has no {trace.device}: nothing to count for; --device counts for another")
+    elif fits and job.num_microbatches == trace.schedule.num_microbatches:
         counted = simulate(trace.schedule, analytic.cost(plan), analytic.link, analytic.message_bytes(plan))
         name = f"predicted from counts for {analytic.device.name}:"
         print(f"{name:<48} {_figures(counted)}, {_difference(counted, step)}")

@@ -21,22 +21,32 @@ def register(commands) -> None:
     measured.add_argument("--cache", type=Path, metavar="FILE", help="measured points; dump_folder/plan_cache.json")
     measured.add_argument("--time-budget", type=float, metavar="S", help="seconds after which no more is measured")
     measured.add_argument("--verify", type=int, default=3, metavar="K", help="really run the best K (default 3)")
+    measured.add_argument("--policies", nargs="+", metavar="POLICY", help="orders to search; default: all")
+    measured.add_argument(
+        "--check-grid", action="store_true", help="also measure a small grid; fails if its best beats the plan by 2 %%"
+    )
     measured.add_argument("--recompute", nargs="+", choices=RECOMPUTE_MODES, help="modes to search; the config's")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    from stateflow.titan.planning import parts_without_layers
+
     scenario = read_scenario(options, overrides)
     if scenario.job.num_ranks == 1:
         raise ValueError(
             "[parallelism] pipeline_parallel_degree = 1 has no pipeline to plan; give --ranks P, or set the degree"
         )
+    if not options.json and (remark := parts_without_layers(scenario.job)) is not None:
+        print(f"note: {remark}")
     if options.analytic:
         return _analytic(options, scenario)
     if options.json:
         raise ValueError("--json goes with --analytic; a measured plan is written to --out as TOML")
     if options.verify < 0:
         raise ValueError(f"--verify {options.verify}: the least is 0")
+    if options.time_budget is not None and options.time_budget < 0:
+        raise ValueError(f"--time-budget {options.time_budget:g}: the least is 0 seconds")
     from stateflow.commands.plan_measured import run as run_measured
 
     return run_measured(options, scenario, overrides)

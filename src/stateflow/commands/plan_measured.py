@@ -7,61 +7,78 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from subprocess import STDOUT
 
 from stateflow.commands import Scenario, titan_arguments
+from stateflow.commands.plan_verify import (
+    check_grid,
+    chunk_by_chunk,
+    devices_missing,
+    grid_cells,
+    to_verify,
+    verify,
+)
 from stateflow.planning.devices import DEVICES, GIB, Device, device_named
 
 SHOWN = 8  # candidates printed and kept in the plan file
-TRACED = (3, 6)  # steps that a verification measures; those before warm up
+# Shares of --time-budget after which measuring and searching end, so that something is left to verify by.
+MEASURING, SEARCHING = 0.6, 0.75
+NEAR = 1.15  # times the fastest by rough profiles, within which a variant is measured more closely
 
 
 def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str]) -> int:
     import torch
 
-    from stateflow.pipeline.policies import POLICIES
     from stateflow.planning.profile import Budget, Cache
     from stateflow.planning.search import Measured, describe, search
     from stateflow.titan.cpu_host import accelerator_in_use
 
     job, config = scenario.job, scenario.job_config
-    if options.device is not None:
-        raise ValueError(f"--device {options.device} is for --analytic; a measured plan is for the device at hand")
-    if job.tensor_parallel > 1:
-        raise ValueError(
-            f"tensor_parallel_degree = {job.tensor_parallel}: one process measures whole stages only; use --analytic"
-        )
+    refuse(options, scenario)
     device = torch.device("cuda" if accelerator_in_use() and torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)  # as a rank of `stateflow train` has
     out = options.out or Path(config.job.dump_folder) / "plan.toml"
     cache = Cache(options.cache or Path(config.job.dump_folder) / "plan_cache.json")
     budget = Budget(options.time_budget)
-    entry = device_entry(device, job.num_ranks)
+    entry = device_entry(device, job.num_ranks * job.tensor_parallel)
     limit = entry.usable_fraction * entry.memory if options.memory is None else options.memory * GIB
     print(f"{job.describe()}\nprofiling on {entry.name}, at most {limit / GIB:.1f} GiB a rank, cache {cache.path}")
 
-    candidates, fit = [], []
-    for mode in options.recompute or [job.recompute]:
-        one = job if mode == job.recompute else job.with_recompute(mode)
-        measured = Measured(one, entry, limit)
-        profiles = profile_stages(config, measured, device, cache, budget)
+    chosen_variants, left_out = searched_variants(options, scenario)
+    for line in left_out:
+        print(f"not searched: {line}")
+    stages = open_stages(options, scenario, overrides, device)
+    try:
+        profiled = Profiler(config, stages, cache, budget).run(chosen_variants, promising(entry, limit, budget))
+    finally:
+        stages.close()
+    entries, fit = [], []
+    for variant, profiles in zip(chosen_variants, profiled, strict=True):
+        if profiles is None:
+            print(f"not searched, no time to measure its stages: {variant.name}")
+            continue
+        entries.append((Measured(variant.job, entry, limit).use(profiles), variant.policies))
         for profile in dict.fromkeys(profiles):
             fit += profile.fit_errors()
-        candidates += search(measured.use(profiles), runnable_policies(measured, POLICIES))
-    candidates.sort(key=lambda c: (not c.fits, c.step_time, c.plan.num_chunks))
-    worst = {name: max((abs(entry[i]) for entry in fit), default=None) for name, i in (("forward", 2), ("backward", 3))}
-    if fit:
-        print(f"fit: worst error at {len(fit)} held-out points: forward {worst['forward']:.1%}, "
-              f"backward {worst['backward']:.1%}")  # fmt: skip
+    if not entries:
+        print(
+            f"--time-budget {options.time_budget:g} was over before two chunk lengths of each stage were measured: no "
+            "plan is written; the same command goes on from here"
+        )
+        return 1
+    worst = worst_errors(fit)
+    if worst:
+        text = ", ".join(f"{name} {error:.1%}" for name, error in worst.items())
+        print(f"fit: worst error at the held-out points: {text}")
+    found = search(entries, budget=budget.share(SEARCHING))
+    candidates = found.candidates
     print("\npredicted, fastest first:")
     for candidate in candidates[:SHOWN]:
         print(describe(candidate))
+    print(search_text(found))
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         print("nothing fits: more ranks, recomputation or FSDP would help; no plan is written")
@@ -70,24 +87,68 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
     if whole is not None:
         print(f"{describe(whole)}  (whole sequences)")
 
-    times = verify(options, scenario, overrides, fitting, whole, budget)
-    chosen = min(times, key=times.__getitem__) if times else fitting[0]
+    chosen_few = to_verify(fitting, whole, options.verify)
+    cells = []
+    if options.check_grid:
+        own = next(
+            one for one, policies in entries
+            if fitting[0].policy in policies and one.job.recompute == fitting[0].recompute
+            and one.job.stages_per_rank == fitting[0].stages_per_rank
+        )  # fmt: skip
+        cells = grid_cells(scenario, own, fitting[0].policy, candidates)
+    runs = list(dict.fromkeys([*chosen_few, *(fitting[:1] if cells else []), *cells]))
+    times = verify(options, scenario, overrides, runs, budget)
+    tried = {c: times[c] for c in chosen_few if c in times}
+    chosen = min(tried, key=tried.__getitem__) if tried else fitting[0]
     print("\n" + verdict(chosen, whole, times))
     write(out, scenario, chosen, candidates, whole, times, entry, worst)
-    print(f"plan file {out}; use it with --stateflow.plan {out} (and no num_chunks, skew or chunk_lengths)")
-    return 0
+    print(f"plan file {out}; use it with\n  {use_text(options, scenario, chosen, out)}")
+    if not options.check_grid:
+        return 0
+    if not times and devices_missing(scenario):
+        times = chunk_by_chunk(options, scenario, overrides, own, list(dict.fromkeys([chosen, *cells])), device)
+    return check_grid(chosen, cells, times)
 
 
-def runnable_policies(measured, policies) -> list[str]:
-    """Those to search: the job's own, and all with its stages that need no split of what was measured whole."""
-    job = measured.job
+def refuse(options: argparse.Namespace, scenario: Scenario) -> None:
+    """Raises ValueError, with the least change, where nothing can be measured here or a plan could not be used."""
+    import torch
 
-    def fits(name: str) -> bool:
-        if name == "interleaved" and job.stages_per_rank == 1:
-            return False  # that is 1f1b
-        return policies[name].stages_per_rank in (None, job.stages_per_rank) and not policies[name].splits_backward
+    job, section = scenario.job, scenario.job_config.stateflow
+    if options.device is not None:
+        raise ValueError(f"--device {options.device} is for --analytic; a measured plan is for the device at hand")
+    if section.schedule_file is not None:
+        raise ValueError(
+            f"[stateflow] schedule_file = {section.schedule_file!r} sets the order of the units, which is what a plan "
+            "chooses: drop it (on the command line: --stateflow.schedule-file None)"
+        )
+    here = torch.cuda.device_count() if torch.cuda.is_available() else None
+    if here is not None and here < job.tensor_parallel:
+        raise ValueError(
+            f"[parallelism] tensor_parallel_degree = {job.tensor_parallel}: its stages take as many GPUs to measure, "
+            f"here {'is' if here == 1 else 'are'} {here}; set it to {here}, or use --analytic"
+        )
 
-    return [name for name in policies if name == job.policy or fits(name)]
+
+def searched_variants(options: argparse.Namespace, scenario: Scenario):
+    """(variants, what cannot be searched and why)."""
+    from stateflow.pipeline.policies import POLICIES, find_policy
+    from stateflow.planning.variants import variants
+    from stateflow.titan.planning import part_names
+
+    job, config = scenario.job, scenario.job_config
+    names = list(POLICIES) if options.policies in (None, ["all"]) else options.policies
+    for name in names:
+        find_policy(name)
+    p = config.parallelism
+    stages_are_set = p.pipeline_parallel_layers_per_stage is not None or p.module_fqns_per_model_part is not None
+    found, left_out = variants(
+        job, lambda count: part_names(config, count), names, options.recompute or [job.recompute],
+        stages_are_set=stages_are_set, compiled=config.compile.enable and "model" in config.compile.components,
+    )  # fmt: skip
+    if not found:
+        raise ValueError(f"--policies {' '.join(names)}: none can be searched: {'; '.join(left_out)}")
+    return found, left_out
 
 
 def device_entry(device, num_ranks: int) -> Device:
@@ -100,46 +161,137 @@ def device_entry(device, num_ranks: int) -> Device:
     return dataclasses.replace(device_named(None), name=properties.name, memory=properties.total_memory)
 
 
-def profile_stages(config, measured, device, cache, budget) -> list:
-    """A profile for each stage; stages of the same layers share one."""
-    import torch
+def open_stages(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str], device):
+    """What measures stages: this process, or one for each rank of tensor parallelism."""
+    from stateflow.planning.stage_runner import LocalStages, TensorParallelStages
 
-    from stateflow.planning.profile import measure, points_to_measure, profile_stage
-    from stateflow.titan.planning import stage_module
+    degree = scenario.job.tensor_parallel
+    if degree == 1:
+        return LocalStages(scenario.job_config, device)
+    arguments = titan_arguments(options.config, overrides, options.ranks)
+    return TensorParallelStages(arguments, degree, device.type)
 
-    job = measured.job
-    lengths = {n for skew in (0.0, 1.0, 1.25) for count in (2, 32) for n in _lengths(job, count, skew)}
-    shortest = max(16, min(lengths, default=job.seq_len))
-    kinds, found = job.model.layer_kinds(), {}
-    profiles = []
-    for number, part in enumerate(job.parts):
-        layers = [kinds[int(name.removeprefix("layers."))] for name in part if name.startswith("layers.")]
-        ends = ("tok_embeddings" in part, "output" in part)
-        same = (tuple(layers), ends)
-        if same not in found:
-            reads_prefix = measured.stages[number].footprint.window_bytes_per_token > 0
-            wanted = points_to_measure(job.seq_len, shortest, reads_prefix)
-            module: list[torch.nn.Module] = []  # built when a point is not in the cache
 
-            def measure_point(start: int, length: int, part=part, ends=ends, module=module):
-                if not module:
-                    module.append(stage_module(config, job, part, device))
-                return measure(
-                    module[0], device, job.compute_dtype, start, length, batch=job.microbatch_size, dim=job.model.dim,
-                    vocab_size=job.model.vocab_size, is_first=ends[0], is_last=ends[1],
-                    documents=config.stateflow.reset_at_documents,
-                )  # fmt: skip
+def promising(entry: Device, limit: float, budget):
+    """What says which variants deserve more points: the first, and those that rough profiles put near the fastest."""
+    from stateflow.planning.search import Measured, search
 
-            def progress(text: str, number=number) -> None:
-                end = "\r" if sys.stderr.isatty() else "\n"
-                print(f"  stage {number} of {len(job.parts)}, {job.recompute}: {text:<60}", end=end, file=sys.stderr)
+    def choose(variants, rough) -> list[int]:
+        best = {}
+        for number, (variant, profiles) in enumerate(zip(variants, rough, strict=True)):
+            if profiles is not None:
+                measured = Measured(variant.job, entry, limit).use(profiles)
+                found = search([(measured, variant.policies)], budget=budget.share(MEASURING))
+                best[number] = min((c.step_time for c in found.candidates if c.fits), default=float("inf"))
+        fastest = min(best.values())
+        return [number for number, seconds in best.items() if number == 0 or seconds <= NEAR * fastest]
 
-            found[same] = profile_stage(measure_point, _key(config, job, same), cache, wanted, budget, progress)
-            module.clear()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        profiles.append(found[same])
-    return profiles
+    return choose
+
+
+class Profiler:
+    """Measures all kinds of stages of some variants: a few points first, the rest where it may matter.
+
+    The few of the first variant may take the whole ``budget``, without which there would be no plan at all; all others
+    their share of it.
+    """
+
+    def __init__(self, config, stages, cache, budget):
+        self.config, self.stages, self.cache, self.budget = config, stages, cache, budget
+        self.done = self.total = 0
+        self.counted: dict[str, int] = {}  # points of a kind of stage that ``done`` holds already
+
+    def run(self, variants, promising) -> list[list | None]:
+        """For each variant a profile a stage; None where the time was over.
+
+        ``promising`` takes the variants and such a list, and gives the numbers of those to measure more closely.
+        """
+        from stateflow.planning.profile import coarse
+
+        kinds = [self.kinds(variant) for variant in variants]
+        few = [{same: (key, run, (coarse(wanted[0]), [])) for same, (key, run, wanted) in of} for of in kinds]
+        self.total = sum(len(wanted[0]) for of in few for _, _, wanted in of.values())
+        found = []
+        for number, of in enumerate(few):
+            budget = self.budget.share(MEASURING) if number else self.budget
+            found.append({same: self.profile(*kind, budget) for same, kind in of.items()})
+        usable = [all(profile.usable for profile in profiles.values()) for profiles in found]
+        rough = [
+            [profiles[same] for same, _ in of] if good else None
+            for profiles, of, good in zip(found, kinds, usable, strict=True)
+        ]
+        closer = promising(variants, rough) if any(usable) else []
+        more = [dict(kinds[number]) for number in closer]
+        self.total += sum(
+            len(fitted) - len(coarse(fitted)) + len(held) for of in more for _, _, (fitted, held) in of.values()
+        )
+        for number, of in zip(closer, more, strict=True):
+            for same, kind in of.items():
+                found[number][same] = self.profile(*kind, self.budget.share(MEASURING))
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+        return [
+            [profiles[same] for same, _ in of] if good else None
+            for profiles, of, good in zip(found, kinds, usable, strict=True)
+        ]
+
+    def kinds(self, variant) -> list[tuple]:
+        """For each stage (what stages of the same cost agree in, (key of the cache, measure, points))."""
+        import math
+
+        from stateflow.planning.costs import stage_costs
+        from stateflow.planning.profile import points_to_measure
+
+        job, layers = variant.job, variant.job.model.layer_kinds()
+        cuts = [_lengths(job, count, skew) for skew in (0.0, 1.0, 1.25) for count in (2, 32)]
+        multiple = job.multiple or 1
+        if self.config.stateflow.sequence_parallel_norms:
+            multiple = math.lcm(multiple, job.tensor_parallel)
+        shortest = max(16, min((n for cut in cuts for n in cut), default=job.seq_len))
+        shortest = min(job.seq_len, -(-shortest // multiple) * multiple)
+        found = []
+        for part, costs in zip(job.parts, stage_costs(job), strict=True):
+            own = tuple(layers[int(name.removeprefix("layers."))] for name in part if name.startswith("layers."))
+            same = (own, "tok_embeddings" in part, "output" in part)
+            wanted = points_to_measure(job.seq_len, shortest, costs.footprint.window_bytes_per_token > 0, multiple)
+
+            def measure(start: int, length: int, part=part):
+                return self.stages.measure(job, part, variant.split, start, length)
+
+            found.append((same, (self.key(variant, same), measure, wanted)))
+        return found
+
+    def profile(self, key: str, measure, wanted, budget):
+        from stateflow.planning.profile import profile_stage
+
+        missing = [point for points in wanted for point in points if self.cache.get(key, *point) is None]
+        self.done += len(wanted[0]) + len(wanted[1]) - len(missing) - self.counted.get(key, 0)
+        profile = profile_stage(measure, key, self.cache, wanted, budget, self.progress)
+        self.counted[key] = len(wanted[0])
+        return profile
+
+    def progress(self, text: str) -> None:
+        self.done += "once more" not in text
+        share = min(1.0, self.done / max(1, self.total))
+        bar = "#" * round(20 * share) + "." * (20 - round(20 * share))
+        end = "\r" if sys.stderr.isatty() else "\n"
+        print(f"  [{bar}] {self.done:3d} of {self.total}: {text:<52}", end=end, file=sys.stderr, flush=True)
+
+    def key(self, variant, same) -> str:
+        """What a measured point depends on, as a short hash."""
+        import torch
+
+        from stateflow.planning.plan_file import model_digest
+
+        job, config = variant.job, self.config
+        facts = (
+            model_digest(job.model), same, str(job.compute_dtype), job.microbatch_size, job.recompute,
+            job.recompute_every if job.recompute == "selective" else 0, variant.split, job.tensor_parallel,
+            config.stateflow.sequence_parallel_norms, config.compile.enable, job.model.backend,
+            config.stateflow.reset_at_documents, torch.__version__,
+            torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        )  # fmt: skip
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _lengths(job, num_chunks: int, skew: float) -> tuple[int, ...]:
@@ -149,91 +301,31 @@ def _lengths(job, num_chunks: int, skew: float) -> tuple[int, ...]:
         return ()
 
 
-def _key(config, job, same) -> str:
-    """What a measured point depends on, as a short hash."""
-    import torch
-
-    from stateflow.planning.plan_file import model_digest
-
-    facts = (
-        model_digest(job.model), same, str(job.compute_dtype), job.microbatch_size, job.recompute, job.recompute_every,
-        config.compile.enable, job.model.backend, config.stateflow.reset_at_documents, torch.__version__,
-        torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-    )  # fmt: skip
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 
-# ---- verification
-def verify(options, scenario: Scenario, overrides, fitting, whole, budget) -> dict:
-    """Measured step time of the best few and of whole sequences, by really training a few steps: {candidate: s}."""
-    import torch
-
-    from stateflow.cli import world_size
-
-    if options.verify == 0:
-        return {}
-    nproc = world_size(scenario.job_config)
-    here = torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1
-    if nproc > here:
-        unit = "GPUs" if torch.cuda.is_available() else "cores"
-        print(f"\nnot verified: the run needs {nproc} {unit}, here are {here}")
-        return {}
-    chosen = fitting[: options.verify]
-    if whole is not None and whole.fits and whole not in chosen:
-        chosen.append(whole)
-    print("\nverified by running them:")
-    times = {}
-    for candidate in chosen:
-        if budget.spent:
-            print("the time budget is spent; the rest is not verified")
-            break
-        step, trouble = measured_step(options, scenario, overrides, candidate, nproc)
-        if step is None:
-            print(f"  failed     {candidate.name}: {trouble}")
-            continue
-        times[candidate] = step
-        error = candidate.step_time / step - 1
-        print(f"{step:9.4g} s  predicted {candidate.step_time:.4g} s ({error:+.1%})  {candidate.name}")
-    return times
+def worst_errors(fit: Sequence[tuple]) -> dict[str, float]:
+    """By kind of action the largest relative error at the points that were held out."""
+    worst: dict[str, float] = {}
+    for kind, _, _, error in fit:
+        name = NAMES[kind.value]
+        worst[name] = max(worst.get(name, 0.0), abs(error))
+    return worst
 
 
-def measured_step(options, scenario: Scenario, overrides, candidate, nproc: int) -> tuple[float | None, str]:
-    """The median step time of a short training run of a candidate, or None and the last line of its log."""
-    job = scenario.job
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = [
-            *titan_arguments(options.config, overrides, options.ranks),
-            "--stateflow.plan", "None", "--stateflow.num-chunks", "None", "--stateflow.skew", "None",
-            f"--stateflow.policy={candidate.policy}", "--stateflow.chunk-lengths", *map(str, candidate.plan.lengths),
-            f"--training.local_batch_size={job.num_microbatches * job.microbatch_size}",
-            f"--activation_checkpoint.mode={candidate.recompute}",
-        ]  # fmt: skip
-        trace, trouble = train_for_a_trace(arguments, nproc, Path(folder))
-    return (None, trouble) if trace is None else (trace.median_step().step_time, "")
-
-
-def train_for_a_trace(arguments: Sequence[str], nproc: int, folder: Path):
-    """Trains a few steps in ``folder`` under torchrun: (the trace, "") or (None, the error that ended it)."""
-    from stateflow.launch import run_to_its_end
-    from stateflow.pipeline.trace import read_trace
-
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
-        "-m", "torchtitan.train", *arguments,
-        "--stateflow.enable", "--stateflow.trace", "--stateflow.trace-steps", *map(str, TRACED),
-        f"--training.steps={TRACED[1]}", "--validation.no-enable", "--checkpoint.no-enable",
-        "--metrics.no-enable_tensorboard", f"--job.dump_folder={folder}",
-    ]  # fmt: skip
-    log = folder / "log"
-    env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
-    with log.open("w") as stream:
-        status = run_to_its_end(command, env=env, stdout=stream, stderr=STDOUT)
-    if status == 0:
-        return read_trace(folder / "trace"), ""
-    errors = [line for line in log.read_text().splitlines() if "Error" in line]
-    # torchrun's own complaint that a process has failed says nothing.
-    errors = [line for line in errors if "ChildFailedError" not in line] or errors
-    return None, (errors or [f"status {status}"])[-1].strip()[-300:]
+def search_text(found) -> str:
+    """How many plans there were, and how the dynamic program did against the alpha family."""
+    total = len(found.candidates) + found.too_slow + found.left_out
+    text = f"{total} plans, {found.too_slow} of them with too much work to be among the fastest"
+    if found.left_out:
+        text += f", {found.left_out} left out: the time budget is spent"
+    fitting = [c for c in found.candidates if c.fits]
+    family = min((c.step_time for c in fitting if c.skew is not None), default=None)
+    program = min((c.step_time for c in fitting if c.skew is None), default=None)
+    if program is None or family is None:
+        return f"{text}\nthe dynamic program over boundaries found nothing as fast"
+    gain = family / program - 1
+    return f"{text}\nthe dynamic program over boundaries against the alpha family: {gain:+.1%} in speed"
 
 
 def verdict(chosen, whole, times: dict) -> str:
@@ -241,7 +333,8 @@ def verdict(chosen, whole, times: dict) -> str:
     best = times.get(chosen, chosen.step_time)
     text = f"chosen: {chosen.name}: {', '.join(map(str, chosen.plan.lengths))}, {best:.4g} s ({how})"
     if chosen.plan.num_chunks == 1:
-        return f"{text}\nwhole sequences are the fastest here: chunks are slower, leave [stateflow] enable = false"
+        hint = ", leave [stateflow] enable = false" if chosen.policy == "1f1b" else ""
+        return f"{text}\nwhole sequences are the fastest here: chunks are slower{hint}"
     if whole is None or (times and whole not in times):
         return text
     if not whole.fits:
@@ -249,16 +342,29 @@ def verdict(chosen, whole, times: dict) -> str:
     return f"{text}\n{times.get(whole, whole.step_time) / best:.2f} times as fast as whole sequences"
 
 
+def use_text(options: argparse.Namespace, scenario: Scenario, chosen, out: Path) -> str:
+    """The command that trains by a plan, with what takes back keys of the config that the plan brings."""
+    config = scenario.job_config
+    section, arguments = config.stateflow, [f"--stateflow.plan {out}"]
+    if not section.enable:
+        arguments.append("--stateflow.enable")
+    for name, planned in (("num_chunks", None), ("skew", None), ("policy", chosen.policy),
+                          ("weight_lag", chosen.weight_lag)):  # fmt: skip
+        if getattr(section, name) not in (None, planned):
+            arguments.append(f"--stateflow.{name.replace('_', '-')} None")
+    if section.chunk_lengths:
+        arguments.append("--stateflow.chunk-lengths")
+    if chosen.recompute != config.activation_checkpoint.mode:
+        arguments.append(f"--activation_checkpoint.mode {chosen.recompute}")
+    return f"stateflow train {options.config} {' '.join(arguments)}"
+
+
 def write(out: Path, scenario: Scenario, chosen, candidates, whole, times, entry: Device, worst: dict) -> None:
     import torch
 
-    from stateflow.planning.plan_file import PlanFile, write_plan
-    from stateflow.titan.config import plan_target
+    from stateflow.commands.plan_verify import plan_file_of
+    from stateflow.planning.plan_file import write_plan
 
-    job = scenario.job
-    target = dataclasses.replace(
-        plan_target(scenario.job_config), microbatches=job.num_microbatches, recompute=chosen.recompute
-    )
     evidence = {
         "made": datetime.date.today().isoformat(),
         "device": entry.name,
@@ -269,12 +375,12 @@ def write(out: Path, scenario: Scenario, chosen, candidates, whole, times, entry
         "predicted_bubble": chosen.bubble,
         "predicted_peak_bytes": max(chosen.peak_bytes),
         "whole_sequences_step_time": None if whole is None else times.get(whole, whole.step_time),
-        "worst_fit_error_forward": worst["forward"],
-        "worst_fit_error_backward": worst["backward"],
+        **{f"worst_fit_error_{name.replace(' ', '_')}": error for name, error in worst.items()},
     }
     rows = [
         {
             "policy": c.policy,
+            "stages_per_rank": c.stages_per_rank,
             "recompute": c.recompute,
             "chunk_lengths": list(c.plan.lengths),
             "skew": c.skew,
@@ -287,4 +393,4 @@ def write(out: Path, scenario: Scenario, chosen, candidates, whole, times, entry
         for c in dict.fromkeys([*candidates[:SHOWN], *times])
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_plan(out, PlanFile(target, chosen.policy, chosen.plan.lengths), evidence, rows)
+    write_plan(out, plan_file_of(scenario, chosen), evidence, rows)

@@ -26,6 +26,7 @@ def register(commands) -> None:
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
     from stateflow.pipeline.simulator import lost_time, simulate
+    from stateflow.titan.planning import parts_without_layers
 
     scenario = read_scenario(options, overrides)
     job, analytic = scenario.job, scenario.analytic
@@ -58,7 +59,10 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     print(job.describe())
     source = f"costs from {options.cost_file}" if options.cost_file else device_text(options, scenario)
-    print(f"{source}\n{job.policy}, {plan}\n")
+    print(f"{source}\n{job.policy}, {plan}")
+    if (remark := parts_without_layers(job)) is not None:
+        print(f"note: {remark}")
+    print()
     print(f"step    {simulation.step_time:.4g} s, {figures['tokens_per_second']:,.0f} tokens/s")
     print(f"bubble  {simulation.bubble:.1%} of the ranks' time is idle")
     for cause, share in shares.items():

@@ -104,10 +104,6 @@ def run_cell(options: argparse.Namespace, overrides: Sequence[str], cell: dict[s
         return measure_cell(options, scenario, arguments)
     except ValueError as error:
         return {"status": "refused", "reason": str(error)}
-    except SystemExit as leaving:
-        if leaving.code != 2:  # not torchtitan's parser, which has said why on the screen
-            raise
-        return {"status": "refused", "reason": f"{cell} cannot be parsed as torchtitan overrides"}
 
 
 def simulate_cell(scenario) -> dict:
@@ -132,7 +128,7 @@ def simulate_cell(scenario) -> dict:
 def measure_cell(options: argparse.Namespace, scenario, arguments: Sequence[str]) -> dict:
     """Trains a few steps under torchrun and takes the traced steps."""
     from stateflow.cli import world_size
-    from stateflow.commands.plan_measured import train_for_a_trace
+    from stateflow.commands.plan_verify import train_for_a_trace
 
     job = scenario.job
     with tempfile.TemporaryDirectory() as folder:

@@ -7,6 +7,7 @@ the same table. On a plan that fits, compare with a measurement before believing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from stateflow.chunks import ChunkPlan
@@ -83,9 +84,10 @@ class Analytic:
         return sum(amount / (device.flops * rates[name]) for name, amount in flops.items())
 
     def _launch_seconds(self, kind: Kind, stage: StageCost) -> float:
+        head = 1 if stage.head_flops else 0  # norm, projection and loss launch about as much as a layer
         if kind is Kind.F:
-            return self.device.launch_seconds * len(stage.layers)
-        whole = self.device.launch_seconds * sum(3 if again else 2 for again in stage.recomputed)
+            return self.device.launch_seconds * (len(stage.layers) + head)
+        whole = self.device.launch_seconds * (sum(3 if again else 2 for again in stage.recomputed) + 2 * head)
         weights = self.device.launch_seconds * len(stage.layers) / 2  # a few products of a layer's many kernels
         return {Kind.B: whole, Kind.I: whole - weights, Kind.W: weights}[kind]
 
@@ -145,11 +147,11 @@ class Analytic:
         return lost_time(simulation, self.cost(plan), overhead=self.overhead(plan))
 
     # ---- memory
-    def static_of_rank(self, rank: int) -> dict[str, int]:
-        """Bytes that stay through the step, by what they are."""
+    def static_of_rank(self, rank: int, stage_to_rank: Sequence[int] | None = None) -> dict[str, int]:
+        """Bytes that stay through the step, by what they are; stages are placed as the job's policy does if unsaid."""
         total: dict[str, int] = {}
         for stage, held in enumerate(self._static):
-            if self._stage_to_rank[stage] == rank:
+            if (stage_to_rank or self._stage_to_rank)[stage] == rank:
                 for name, amount in held.items():
                     total[name] = total.get(name, 0) + amount
         return total
@@ -161,7 +163,8 @@ class Analytic:
             self._lowered[key] = lower(schedule)
         held = held_bytes(self._lowered[key], plan, [stage.footprint for stage in self.stages])
         return tuple(
-            sum(self.static_of_rank(rank).values()) + max(during for during, _ in row) for rank, row in enumerate(held)
+            sum(self.static_of_rank(rank, schedule.stage_to_rank).values()) + max(during for during, _ in row)
+            for rank, row in enumerate(held)
         )
 
     # ---- the grid

@@ -63,7 +63,7 @@ class Job:
         return ChunkPlan.build(self.seq_len, num_chunks, skew, cost=self.skew_cost, multiple=self.multiple)
 
     def with_recompute(self, mode: str) -> Job:
-        return replace(self, recompute=mode, recompute_every=1 if mode == "selective" else 0)
+        return replace(self, recompute=mode)
 
     def message_bytes(self, length: int) -> int:
         """Of an activation of a chunk, or its gradient."""

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from stateflow.recurrence import self_check
-from stateflow_kernels import gated_delta, gated_delta_backward, transition
+from stateflow_kernels import gated_delta, gated_delta_backward
 from stateflow_kernels import gated_delta_rule as kernels
 from stateflow_kernels.gated_delta_rule import CHUNK, Plan, Tile, _Prepared, _Problem
 from stateflow_kernels.plan_table import Shape
 
 EPS = 1e-6
-# In the order in which each has what it reads; "replay" is Pre of the backward, with T given.
+# In the order in which each has what it reads.
 KERNELS = (
-    "pre", "replay", "transition", "out",
-    "out_backward", "transition_backward", "query_backward", "solve_backward", "key_backward",
+    "pre", "transition", "out", "out_backward", "transition_backward", "query_backward", "solve_backward",
+    "key_backward",
 )  # fmt: skip
 
 
@@ -87,11 +87,10 @@ class Launches:
         problem = _Problem(q, v, None, scale, EPS)
         whole = range(problem.num_chunks)
         prepared = _Prepared(problem)
-        replayed = _Prepared(problem, prepared.solve)
         v_new, states = problem.tiles(shape.v_dim), problem.states()
-        grad_v_new, grad_states = problem.tiles(shape.v_dim), problem.states()
-        q_scale, grad_gate = problem.tokens(), problem.tokens()
-        grad_w, grad_system = problem.tiles(shape.k_dim), problem.tiles(CHUNK)
+        grad_solved, grad_states = problem.tiles(shape.v_dim), problem.states()
+        q_norm, grad_gate = problem.tokens(), problem.tokens()
+        grad_system = problem.tiles(CHUNK)
         state_out, grad_state_in = torch.empty_like(state), torch.empty_like(state)
         o, grad_v, grad_g, grad_beta = (torch.empty_like(x) for x in (v, v, g, beta))
         shared = shape.num_heads > shape.num_key_heads
@@ -99,50 +98,42 @@ class Launches:
         grad_q, grad_k = (torch.empty(*v.shape[:3], shape.k_dim, **like) for _ in range(2))
         factors, docs = (prepared.gate_sum, prepared.k_norm), None
 
-        def pre(into: _Prepared, tile: Tile) -> None:
-            into.run(problem, tile, whole, k, v, g, beta)
-
-        def walk(kernel, args: tuple, tile: Tile) -> None:
-            problem.walk(kernel, tile, whole, *args)
+        def pre(tile: Tile) -> None:
+            prepared.run(problem, tile, whole, k, g, beta)
 
         def per_chunk(kernel, args: tuple, tile: Tile) -> None:
             problem.per_chunk(kernel, tile, whole, *args)
 
         numbers = (problem.scale, problem.eps)
-        seen = (q, k, docs, grad_o, *factors, v_new, states)
         self.by_name: dict[str, Callable[[Tile], None]] = {
-            "pre": partial(pre, prepared),
-            "replay": partial(pre, replayed),
-            "transition": partial(
-                walk,
-                transition.transition_kernel,
-                (k, prepared.k_scale, prepared.u, prepared.w, prepared.decay, state, states, v_new, state_out),
-            ),
+            "pre": pre,
+            "transition": lambda tile: problem.transition(tile, whole, prepared, k, v, state, states, v_new, state_out),
             "out": partial(per_chunk, gated_delta.out_kernel, (q, k, docs, states, v_new, *factors, o, *numbers)),
             "out_backward": partial(
                 per_chunk,
                 gated_delta_backward.out_backward_kernel,
-                (q, k, docs, grad_o, *factors, q_scale, grad_v_new, *numbers),
+                (q, k, docs, grad_o, *factors, q_norm, prepared.factors, grad_solved, *numbers),
             ),
-            "transition_backward": partial(
-                walk,
-                transition.transition_backward_kernel,
-                (q, q_scale, k, prepared.k_scale, prepared.w, prepared.decay, grad_o, grad_state, grad_v_new)
-                + (grad_states, grad_state_in),
+            "transition_backward": lambda tile: problem.transition_backward(
+                tile, whole, prepared, q, k, grad_o, grad_state, grad_solved, grad_states, grad_state_in
             ),
             "query_backward": partial(
-                per_chunk, gated_delta_backward.query_backward_kernel, (*seen, grad_q, grad_gate, *numbers)
+                per_chunk,
+                gated_delta_backward.query_backward_kernel,
+                (q, k, docs, grad_o, prepared.gate_sum, q_norm, prepared.k_norm, v_new, states, grad_q, grad_gate)
+                + (problem.scale,),
             ),
             "solve_backward": partial(
                 per_chunk,
                 gated_delta_backward.solve_backward_kernel,
-                (k, v, beta, docs, *factors, prepared.solve, grad_v_new, states)
-                + (grad_gate, grad_system, grad_w, grad_v, grad_beta),
+                (k, v, beta, docs, *factors, v_new, states, grad_solved, grad_gate, grad_system)
+                + (grad_k, grad_v, grad_beta),
             ),
             "key_backward": partial(
                 per_chunk,
                 gated_delta_backward.key_backward_kernel,
-                (*seen, grad_states, grad_gate, grad_system, grad_w, grad_k, grad_g, *numbers),
+                (q, k, docs, grad_o, prepared.gate_sum, q_norm, prepared.k_norm, v_new, states, grad_states)
+                + (grad_gate, grad_system, grad_k, grad_g, problem.scale),
             ),
         }
         self.results = dict(o=o, state=state_out, dq=grad_q, dk=grad_k, dv=grad_v, dg=grad_g, dbeta=grad_beta)

@@ -32,16 +32,16 @@ SECONDS_A_GROUP, SECONDS_A_SHAPE = 120.0, 30.0
 # No loop without a load pipeline, see `default_plan`.
 _PARALLEL = ((64, 4, 2), (128, 4, 2), (32, 4, 2), (64, 8, 2), (128, 8, 2), (64, 4, 3))
 # These sum over the blocks of V: one width for all lengths, or a cut sequence would not have the bits of a whole one.
-_SUMMING = ((64, 4, 2), (64, 8, 2), (64, 4, 3))
+_SUMMING = ((64, 4, 2), (32, 4, 2), (32, 4, 3), (64, 4, 3), (32, 4, 4))
 _SUMS = ("query_backward", "solve_backward", "key_backward")
-_WALK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3, 4)) + ((32, 8, 3), (64, 8, 3))
-_WALK_BACK = tuple((v, 4, stages) for v in (16, 32, 64) for stages in (2, 3)) + ((32, 8, 2), (64, 8, 2))
+_WALK = ((16, 4, 3), (16, 4, 4), (32, 4, 2), (32, 4, 3), (32, 4, 4), (64, 4, 3))
+_WALK += tuple((v, 4, stages, True) for v, stages in ((32, 4), (16, 4), (16, 6), (32, 2)))
+_WALK_BACK = ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2))
+_WALK_BACK += tuple((v, 4, stages, True) for v, stages in ((32, 3), (32, 2), (16, 4), (16, 2)))
 
 CUTS = ((0.5,), (0.33, 0.66), (0.25, 0.6))
 # Without anything beside it, a cut only costs.
-BACKWARDS = tuple(
-    dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,), (0.33,), (0.33, 0.66))
-)
+BACKWARDS = tuple(dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,), (0.33,), (0.33, 0.66)))
 BESIDE = 3  # so many of the fastest tiles of a walk are also tried beside other kernels
 
 
@@ -78,9 +78,7 @@ def _mamba3_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
 
 
 FAMILIES = {
-    "gated_delta_rule": Family(
-        KERNELS, _gated_delta_candidates, ("transition", "transition_backward"), BACKWARDS
-    ),
+    "gated_delta_rule": Family(KERNELS, _gated_delta_candidates, ("transition", "transition_backward"), BACKWARDS),
     "mamba3": Family(
         mamba3_launches.KERNELS, _mamba3_candidates, ("scan", "scan_backward"), (dict(overlap_backward=True),)
     ),
@@ -203,9 +201,7 @@ class Search:
         forward = [{"cuts": cuts, walk: tile} for cuts in CUTS for tile in fastest[walk][:BESIDE]]
         plan = self._options("forward", serial, forward, self.bench.time_forward)
         # ST of the backward's replay has the forward's tile.
-        backward = [
-            options | {walk_back: tile} for options in family.backwards for tile in fastest[walk_back][:BESIDE]
-        ]
+        backward = [options | {walk_back: tile} for options in family.backwards for tile in fastest[walk_back][:BESIDE]]
         return self._options("backward", plan, backward, self.bench.time_backward)
 
     def _options(
@@ -223,8 +219,12 @@ class Search:
             timing = time_plan(plan)
             if timing.median < best_time.median and timing.beats(serial_time):
                 best, best_time = plan, timing
-        what = "nothing overlaps" if best is serial else f"cuts {best.cuts}" if name == "forward" else (
-            f"cuts {getattr(best, 'backward_cuts', ())}, overlap {best.overlap_backward}"
+        what = (
+            "nothing overlaps"
+            if best is serial
+            else f"cuts {best.cuts}"
+            if name == "forward"
+            else f"cuts {getattr(best, 'backward_cuts', ())}, overlap {best.overlap_backward}"
         )
         self.say(f"  {name}: serial {serial_time.median:.3f} ms, best {best_time.median:.3f} ms ({what})")
         return best
@@ -258,7 +258,7 @@ def _sum(timings: Sequence[Timing]) -> str:
 
 
 def _short(tile: Tile) -> str:
-    return f"{tile.block_v}/{tile.num_warps}/{tile.num_stages}"
+    return f"{tile.block_v}/{tile.num_warps}/{tile.num_stages}" + ("/specialised" if tile.specialized else "")
 
 
 def groups_of(shapes: Sequence[Shape]) -> list[list[Shape]]:

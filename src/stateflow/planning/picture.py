@@ -249,7 +249,7 @@ def _draw_boxes(axis, data: dict, scale: float, points_per_unit: float, one_line
             unit = f"{box['microbatch']}.{box['chunk']}" if num_chunks > 1 else str(box["microbatch"])
             label = f"{unit}\ns{box['stage']}" if several else unit
             longest = max(map(len, label.split("\n")))
-            size = min(7.0, length * points_per_unit / (0.62 * longest))
+            size = min(7.0, length * points_per_unit / (0.72 * longest))  # with a gap to the neighbours
             if size >= 4:
                 dark = sum(_color(box["kind"], box["chunk"], num_chunks)) < 1.55
                 axis.text(

@@ -1,7 +1,8 @@
 """The plan file: what a search chose, for whom, and on which evidence. TOML, written for people, read by a run.
 
-``[plan]`` is what ``[stateflow] plan = "file"`` takes; it only fits the model, sequence length, ranks, stages and
-recomputation that it was made for. ``[evidence]`` is for the reader.
+``[plan]`` is what ``[stateflow] plan = "file"`` takes: chunk lengths, policy, weight lag and the number of stages. It
+only fits the model, sequence length, ranks, microbatches and recomputation that it was made for. ``[evidence]`` is for
+the reader.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def model_digest(config: ModelConfig) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """What a plan is for; all fields must agree with the run."""
+    """What a plan is for; all fields must agree with the run, which takes ``stages`` from the plan if it can."""
 
     model: str  # digest
     seq_len: int
@@ -46,6 +47,7 @@ class PlanFile:
     target: Target
     policy: str
     chunk_lengths: tuple[int, ...]
+    weight_lag: int | None = None  # None: the policy's own
 
     def plan(self) -> ChunkPlan:
         return ChunkPlan.explicit(self.target.seq_len, self.chunk_lengths)
@@ -64,6 +66,7 @@ def write_plan(path: Path, found: PlanFile, evidence: dict, candidates: Sequence
         "[plan]",
         f"policy = {_value(found.policy)}",
         f"chunk_lengths = {_value(list(found.chunk_lengths))}",
+        *([] if found.weight_lag is None else [f"weight_lag = {found.weight_lag}"]),
         "",
         "[plan.for]",
         *(f"{key} = {_value(value)}" for key, value in dataclasses.asdict(found.target).items()),
@@ -107,12 +110,14 @@ def read_plan(path: Path) -> PlanFile:
     try:
         section = data["plan"]
         target = Target(**section["for"])
-        policy, lengths = section["policy"], section["chunk_lengths"]
+        policy, lengths, lag = section["policy"], section["chunk_lengths"], section.get("weight_lag")
         if not isinstance(policy, str):
             raise TypeError(f"policy = {policy!r} is no string")
         if not isinstance(lengths, list) or not all(type(n) is int for n in lengths):
             raise TypeError(f"chunk_lengths = {lengths!r} is no list of whole numbers")
-        found = PlanFile(target, policy, tuple(lengths))
+        if lag is not None and type(lag) is not int:
+            raise TypeError(f"weight_lag = {lag!r} is no whole number")
+        found = PlanFile(target, policy, tuple(lengths), lag)
         found.plan()
     except (KeyError, TypeError, ValueError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
@@ -120,11 +125,22 @@ def read_plan(path: Path) -> PlanFile:
     return found
 
 
-def misfit(found: PlanFile, run: Target, policy_known: bool) -> str | None:
-    """Why a plan does not fit a run, or None."""
+def read_evidence(path: Path) -> dict:
+    """The ``[evidence]`` of a plan file; empty where there is none."""
+    return tomllib.loads(path.read_text()).get("evidence", {})
+
+
+def misfit(found: PlanFile, run: Target, change: dict[str, str], policy_known: bool) -> str | None:
+    """Why a plan does not fit a run, with the change of the run by which it would, or None.
+
+    ``change`` holds for each field of a ``Target`` what to set; the model has none.
+    """
     for field in dataclasses.fields(Target):
         planned, have = getattr(found.target, field.name), getattr(run, field.name)
         if planned != have:
-            what = "another model" if field.name == "model" else f"{field.name} = {planned}, the run has {have}"
-            return f"was made for {what}"
+            if field.name == "model":
+                return "was made for another model"
+            how = change[field.name]
+            how = how if how.startswith("leave") else f"set {how}"
+            return f"was made for {field.name} = {planned}, the run has {have}; {how}"
     return None if policy_known else f"asks for the policy {found.policy!r}, which is unknown here"

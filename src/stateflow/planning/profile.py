@@ -28,12 +28,16 @@ MOST_REPEATS, ENOUGH_SECONDS = 12, 1.0
 
 @dataclass(frozen=True)
 class Point:
-    """Measured at one (start, length): seconds, and on a GPU bytes (else None). ``failed`` is out of memory."""
+    """Measured at one (start, length): seconds, and on a GPU bytes (else None). ``failed`` is out of memory.
+
+    Of a stage that splits its backward ``backward`` is I, and ``weight`` W; of others ``weight`` is None.
+    """
 
     start: int
     length: int
     forward: float = 0.0
     backward: float = 0.0
+    weight: float | None = None
     saved_bytes: int | None = None
     forward_bytes: int | None = None  # while the forward runs, beyond what it saves
     backward_bytes: int | None = None  # while the backward runs, beyond what was there before
@@ -42,18 +46,25 @@ class Point:
 
 def measure(
     module: torch.nn.Module, device: torch.device, dtype: torch.dtype, start: int, length: int, *, batch: int, dim: int,
-    vocab_size: int, is_first: bool, is_last: bool, documents: bool = False, repeats: int = REPEATS,
+    vocab_size: int, is_first: bool, is_last: bool, documents: bool = False, split: bool = False,
+    repeats: int = REPEATS, agree: Callable[[list[float]], list[float]] = lambda figures: figures,
 ) -> Point:
     """Runs the chunk [start, start + length) ``repeats`` times or more after a warm-up.
 
     Takes the median on a GPU, and the least on a CPU, where other programs can only add. With ``documents`` the layers
     get document starts, as in a run that resets at them; here the sequence is one document, the dearest case.
+    With ``split`` the backward is I and then W; the module is left prepared for that. Ranks of tensor parallelism call
+    this together: ``agree`` gives all of them the largest of each figure.
+
+    Raises ValueError with ``split`` for a compiled module.
     """
     lengths = [n for n in (start, length, TAIL) if n]
     plan = ChunkPlan.explicit(sum(lengths), lengths)
     timed = 1 if start else 0
     stage = ChunkStage(module, plan, dtype, is_last=is_last, loss_fn=cross_entropy_sum if is_last else None)
     on_gpu = device.type == "cuda"
+    if split:
+        stage.split_backward()
 
     def chunk_input(n: int) -> torch.Tensor:
         if is_first:
@@ -99,15 +110,23 @@ def measure(
             del output, x
             out = run_forward(timed + 1, chunk_input(TAIL))
             tail_grad = None if is_last else torch.zeros_like(out)
-            stage.backward(0, timed + 1, tail_grad)
+            stage.backward(0, timed + 1, tail_grad, input_only=split)
+            if split:
+                stage.weight_backward(0, timed + 1)
             held_before, begin = held(), now()
             peak(reset=True)
-            stage.backward(0, timed, grad)
-            backward = now() - begin
+            stage.backward(0, timed, grad, input_only=split)
+            backward, weight, backward_peak = now() - begin, 0.0, peak()
+            if split:
+                begin = now()
+                stage.weight_backward(0, timed)
+                weight = now() - begin
+            sizes = (after - before, forward_peak - after, backward_peak - held_before)
+            *times, saved, needed, needed_back = agree([forward, backward, weight, *map(float, sizes)])
             rounds.append(
                 Point(
-                    start, length, forward, backward,
-                    *((after - before, forward_peak - after, peak() - held_before) if on_gpu else (None,) * 3),
+                    start, length, times[0], times[1], times[2] if split else None,
+                    *((int(saved), int(needed), int(needed_back)) if on_gpu else (None,) * 3),
                 )
             )  # fmt: skip
             stage.reset()
@@ -121,6 +140,7 @@ def measure(
     last = rounds[-1]
     return Point(
         start, length, typical(p.forward for p in rounds), typical(p.backward for p in rounds),
+        typical(p.weight for p in rounds) if split else None,
         last.saved_bytes, last.forward_bytes, last.backward_bytes,
     )  # fmt: skip
 
@@ -204,33 +224,38 @@ class StageProfile:
     held_out: tuple[Point, ...]
 
     @property
-    def forward(self) -> CostSurface:
-        return CostSurface([(p.start, p.length, p.forward) for p in self.points if not p.failed])
+    def usable(self) -> bool:
+        """Whether there are two lengths, the least to interpolate."""
+        return len({p.length for p in self.points if not p.failed}) >= 2
 
-    @property
-    def backward(self) -> CostSurface:
-        return CostSurface([(p.start, p.length, p.backward) for p in self.points if not p.failed])
+    def surfaces(self) -> dict[Kind, CostSurface]:
+        """Seconds of F and B, or of F, I and W where the backward was split.  ValueError if not ``usable``."""
+        good = [p for p in self.points if not p.failed]
+        names = {Kind.F: "forward", Kind.B: "backward"}
+        if any(p.weight is not None for p in good):
+            names = {Kind.F: "forward", Kind.I: "backward", Kind.W: "weight"}
+        return {kind: CostSurface([(p.start, p.length, getattr(p, n)) for p in good]) for kind, n in names.items()}
 
-    def fit_errors(self) -> list[tuple[int, int, float, float]]:
-        """(start, length, forward's, backward's relative error) at the held-out points."""
-        forward, backward = self.forward, self.backward
-        return [
-            (
-                p.start,
-                p.length,
-                forward.seconds(p.start, p.length) / p.forward - 1,
-                backward.seconds(p.start, p.length) / p.backward - 1,
-            )
-            for p in self.held_out
-            if not p.failed
-        ]
+    def fit_errors(self) -> list[tuple[Kind, int, int, float]]:
+        """(kind, start, length, relative error) at the held-out points."""
+        errors = []
+        for kind, surface in self.surfaces().items():
+            name = {Kind.F: "forward", Kind.W: "weight"}.get(kind, "backward")
+            for p in self.held_out:
+                if not p.failed:
+                    error = surface.seconds(p.start, p.length) / getattr(p, name) - 1
+                    errors.append((kind, p.start, p.length, error))
+        return errors
 
 
-def points_to_measure(seq_len: int, shortest: int, reads_prefix: bool) -> tuple[list, list]:
-    """((start, length) to fit, (start, length) held out); the coarse ones come first, for a short time budget."""
+def points_to_measure(seq_len: int, shortest: int, reads_prefix: bool, multiple: int = 1) -> tuple[list, list]:
+    """((start, length) to fit, (start, length) held out); the coarse ones come first, for a short time budget.
+
+    Starts and lengths are multiples of ``multiple``, which has to divide ``seq_len`` and ``shortest``.
+    """
     lengths = [seq_len]
     while lengths[-1] > shortest:
-        lengths.append(max(shortest, lengths[-1] // 2))
+        lengths.append(max(shortest, _round(lengths[-1] // 2, multiple)))
     # Ends first, then the middle: a surface exists as soon as there are two lengths.
     ordered = sorted(lengths[1:], key=lambda n: (n not in (lengths[-1], lengths[min(2, len(lengths) - 1)]), -n))
     points = []
@@ -239,10 +264,20 @@ def points_to_measure(seq_len: int, shortest: int, reads_prefix: bool) -> tuple[
     points.append((0, seq_len))
     held_out = []
     for share, part in ((3, 3), (12, 2)):
-        length = max(shortest, seq_len // share)
+        length = max(shortest, _round(seq_len // share, multiple))
         if length not in lengths:
-            held_out.append((seq_len // part if reads_prefix else 0, length))
+            held_out.append((_round(seq_len // part, multiple) if reads_prefix else 0, length))
     return points, held_out
+
+
+def _round(length: int, multiple: int) -> int:
+    return max(multiple, length // multiple * multiple)
+
+
+def coarse(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The first of ``points_to_measure``'s, up to the end of the second length, and the whole sequence."""
+    lengths = list(dict.fromkeys(length for _, length in points))
+    return [point for point in points if point[1] in (*lengths[:2], max(lengths))]
 
 
 class Cache:
@@ -270,21 +305,32 @@ class Cache:
 
 
 class Budget:
-    """A time budget in seconds; None is no limit."""
+    """A time budget in seconds from now on; None is no limit."""
 
     def __init__(self, seconds: float | None):
-        self.stop = None if seconds is None else time.monotonic() + seconds
+        self.seconds, self.begin = seconds, time.monotonic()
+
+    def share(self, part: float) -> Budget:
+        """A budget that began when this one did and has a part of its seconds, so that something is left for others."""
+        mine = Budget(None if self.seconds is None else part * self.seconds)
+        mine.begin = self.begin
+        return mine
+
+    @property
+    def left(self) -> float | None:
+        """Seconds, at least 0; None without a limit."""
+        return None if self.seconds is None else max(0.0, self.begin + self.seconds - time.monotonic())
 
     @property
     def spent(self) -> bool:
-        return self.stop is not None and time.monotonic() > self.stop
+        return self.left == 0.0
 
 
 def profile_stage(
     run: Callable[[int, int], Point], key: str, cache: Cache, wanted: tuple[list, list], budget: Budget,
     progress: Callable[[str], None],
 ) -> StageProfile:
-    """Measures what the cache does not hold, until the budget is spent (but at least two lengths).
+    """Measures what the cache does not hold, until the budget is spent: then the profile may not be ``usable``.
 
     A new point far above what the others say is measured once more and the lesser figures kept: something else ran.
     """
@@ -293,8 +339,7 @@ def profile_stage(
         for start, length in points:
             point = cache.get(key, start, length)
             if point is None:
-                enough = len({p.length for p in fitted if not p.failed}) >= 2
-                if budget.spent and enough:
+                if budget.spent:
                     continue
                 progress(f"chunk of {length} tokens at {start}")
                 point = run(start, length)
@@ -307,22 +352,19 @@ def profile_stage(
                 progress(f"chunk of {point.length} tokens at {point.start}, once more")
                 again = run(point.start, point.length)
                 if not again.failed:
-                    least = (min(point.forward, again.forward), min(point.backward, again.backward))
-                    kept[i] = replace(again, forward=least[0], backward=least[1])
+                    least = {
+                        name: min(getattr(point, name), getattr(again, name))
+                        for name in ("forward", "backward", "weight")
+                        if getattr(point, name) is not None
+                    }
+                    kept[i] = replace(again, **least)
                     cache.put(key, kept[i])
     return StageProfile(tuple(fitted), tuple(held_out))
 
 
 def _is_suspicious(point: Point, others: Sequence[Point]) -> bool:
-    """Slower by an eighth than the surface through the other points says."""
-    others = [p for p in others if not p.failed]
-    if point.failed or len({p.length for p in others}) < 2:
+    """Slower by an eighth than the surfaces through the other points say."""
+    profile = StageProfile(tuple(others), (point,))
+    if point.failed or not profile.usable:
         return False
-    forward, backward = (
-        CostSurface([(p.start, p.length, getattr(p, what)) for p in others]).seconds(point.start, point.length)
-        for what in ("forward", "backward")
-    )
-    return point.forward > 1.125 * forward or point.backward > 1.125 * backward
-
-
-ACTION_SHARE = {Kind.I: 0.5, Kind.W: 0.5}  # of a full backward, where it is split; not measured apart
+    return any(error < 1 / 1.125 - 1 for _, _, _, error in profile.fit_errors())

@@ -1,6 +1,7 @@
 """The ``[stateflow]`` section of a train.toml, and the checks that run before any process group exists."""
 
 # No `from __future__ import annotations` here: torchtitan's ConfigManager needs real types.
+import dataclasses
 import difflib
 import math
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from stateflow.pipeline.policies import POLICIES
 from stateflow.planning.plan_file import PlanFile, Target, misfit, model_digest, read_plan
 
 DEFAULT_NUM_CHUNKS = 4
+DEFAULT_POLICY = "1f1b"
 
 
 @dataclass
@@ -48,11 +50,11 @@ class StateFlow:
     chunk_lengths: list[int] = field(default_factory=list)
     """Explicit chunk lengths, e.g. [768, 512, 512, 256]; excludes num_chunks and skew"""
     plan: str | None = None
-    """A plan file of `stateflow plan`, with chunk lengths and policy; excludes num_chunks, skew and chunk_lengths"""
+    """A plan file of `stateflow plan`: chunk lengths, policy, stages; excludes num_chunks, skew and chunk_lengths"""
     chunk_multiple: int | None = None
     """Boundaries are rounded to multiples of this many tokens; 128, and less for short sequences, if unset"""
-    policy: str = "1f1b"
-    """Order of the units: "1f1b" (the paper's), "gpipe", "interleaved", "zero_bubble", "mepipe" or "v_shape" """
+    policy: str | None = None
+    """Order: "1f1b" (the paper's; if unset), "gpipe", "interleaved", "zero_bubble", "mepipe" or "v_shape" """
     weight_lag: int | None = None
     """Most units whose weight gradients may trail their input gradients, for policies that split the backward"""
     schedule_file: str | None = None
@@ -124,8 +126,11 @@ def _check_types(options: StateFlow) -> None:
         isinstance(steps, list) and len(steps) == 2 and all(map(_is_int, steps)) and 1 <= steps[0] <= steps[1],
         f"[stateflow] trace_steps = {steps!r} must be the first and the last step, counted from 1, e.g. [3, 5]",
     )
-    _expect(isinstance(options.policy, str), f"[stateflow] policy = {options.policy!r} must be a string, e.g. \"1f1b\"")
-    if options.policy not in POLICIES:
+    _expect(
+        options.policy is None or isinstance(options.policy, str),
+        f"[stateflow] policy = {options.policy!r} must be a string, e.g. \"1f1b\"",
+    )
+    if options.policy is not None and options.policy not in POLICIES:
         near = difflib.get_close_matches(options.policy.lower(), POLICIES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"[stateflow] policy = {options.policy!r} is unknown; {hint}known: {', '.join(POLICIES)}")
@@ -194,7 +199,16 @@ def make_plan(job_config) -> ChunkPlan:
 
 def policy(job_config) -> str:
     """The order of the units: the plan file's, or that of ``[stateflow] policy``."""
-    return job_config.stateflow.policy if job_config.stateflow.plan is None else _plan_file(job_config).policy
+    if job_config.stateflow.plan is not None:
+        return _plan_file(job_config).policy
+    return job_config.stateflow.policy or DEFAULT_POLICY
+
+
+def weight_lag(job_config) -> int | None:
+    """Units whose W may trail: the plan file's, or ``[stateflow] weight_lag``."""
+    if job_config.stateflow.plan is not None:
+        return _plan_file(job_config).weight_lag
+    return job_config.stateflow.weight_lag
 
 
 def plan_target(job_config) -> Target:
@@ -213,18 +227,37 @@ def plan_target(job_config) -> Target:
 
 
 def _plan_file(job_config) -> PlanFile:
-    options = job_config.stateflow
+    """The plan of a config.  Raises ValueError, with the key to change, where it does not fit the rest."""
+    options, size = job_config.stateflow, job_config.parallelism.pipeline_parallel_microbatch_size
     where = f"[stateflow] plan = {options.plan!r}"
     for name, unset in (("num_chunks", None), ("skew", None), ("chunk_lengths", [])):
         value = getattr(options, name)
-        _expect(value == unset, f"{where} already says where to cut: drop {name} = {value}, or the plan")
+        _expect(
+            value == unset,
+            f"{where} already says where to cut: drop {name} = {value}, or the plan (on the command line: "
+            f"--stateflow.{name.replace('_', '-')}{' None' if unset is None else ''})",
+        )
     found = read_plan(Path(options.plan))
-    reason = misfit(found, plan_target(job_config), found.policy in POLICIES)
-    _expect(reason is None, f"{where} {reason}; make one for this run with stateflow plan, or drop the key")
-    _expect(
-        options.policy in ("1f1b", found.policy),
-        f"{where} brings its policy {found.policy!r}; drop policy = {options.policy!r}, or the plan",
-    )
+    target = plan_target(job_config)
+    if not options.enable:
+        target = dataclasses.replace(target, stages=found.target.stages)  # torchtitan's schedule has its own
+    planned = found.target
+    change = {
+        "seq_len": f"[training] seq_len = {planned.seq_len}",
+        "ranks": f"[parallelism] pipeline_parallel_degree = {planned.ranks}",
+        "stages": "leave out [parallelism] pipeline_parallel_layers_per_stage and module_fqns_per_model_part",
+        "microbatches": f"[training] local_batch_size = {planned.microbatches * size}",
+        "recompute": f'[activation_checkpoint] mode = "{planned.recompute}"',
+    }
+    reason = misfit(found, target, change, found.policy in POLICIES)
+    _expect(reason is None, f"{where} {reason}; or make one for this run with stateflow plan, or drop the key")
+    for name in ("policy", "weight_lag"):
+        value, planned_value = getattr(options, name), getattr(found, name)
+        _expect(
+            value in (None, planned_value),
+            f"{where} brings {name} = {planned_value!r}; drop {name} = {value!r}, or the plan (on the command line: "
+            f"--stateflow.{name.replace('_', '-')} None)",
+        )
     return found
 
 
@@ -256,7 +289,7 @@ def _check_sequence_parallel(job_config, plan: ChunkPlan) -> None:
 
 def num_stages(job_config) -> int:
     """Stages of the pipeline: as many as ``pipeline_parallel_layers_per_stage`` asks for, else those of the schedule
-    file or the policy, which is one a rank for most.
+    file, the plan or the policy, which is one a rank for most.
     """
     from stateflow.titan.flavors import resolve_model
 
@@ -271,7 +304,9 @@ def num_stages(job_config) -> int:
             from stateflow.titan.order import read_schedule_file
 
             return read_schedule_file(job_config).num_stages
-        return degree * (POLICIES[options.policy].stages_per_rank or 1)
+        if options.plan is not None:
+            return read_plan(Path(options.plan)).target.stages
+        return degree * (POLICIES[options.policy or DEFAULT_POLICY].stages_per_rank or 1)
     layers = resolve_model(job_config).num_layers
     weights = p.pipeline_parallel_first_stage_less_layers + p.pipeline_parallel_last_stage_less_layers
     return -(-(layers + weights) // per_stage)

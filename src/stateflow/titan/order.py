@@ -8,8 +8,8 @@ from stateflow.chunks import ChunkPlan
 from stateflow.pipeline.checker import check_schedule
 from stateflow.pipeline.policies import POLICIES, build_schedule, check_options, loop_placement, v_placement
 from stateflow.pipeline.schedule import Schedule, ScheduleError
+from stateflow.titan.config import DEFAULT_POLICY, make_plan, num_stages, policy, weight_lag
 from stateflow.titan.config import _expect as expect
-from stateflow.titan.config import make_plan, num_stages, policy
 
 V_SCHEDULE = "ZBVZeroBubble"  # torchtitan's name for down the ranks and up again
 
@@ -52,7 +52,7 @@ def make_schedule(job_config, num_chunks: int, num_microbatches: int | None = No
     count = job_config.training.local_batch_size // p.pipeline_parallel_microbatch_size
     return build_schedule(
         policy(job_config), degree, num_microbatches or count, num_chunks, num_stages(job_config) // degree,
-        options.weight_lag, recomputes(job_config),
+        weight_lag(job_config), recomputes(job_config),
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def check_order(job_config, plan: ChunkPlan, stages: int) -> None:
         )
         if stages % degree == 0:
             try:
-                check_options(name, stages // degree, options.weight_lag)
+                check_options(name, stages // degree, weight_lag(job_config))
             except ValueError as error:
                 raise ValueError(f"[stateflow] {error}") from error
     compiled = job_config.compile.enable and "model" in job_config.compile.components
@@ -110,7 +110,7 @@ def _check_schedule_file(job_config, plan: ChunkPlan, stages: int) -> bool:
     options, p, training = job_config.stateflow, job_config.parallelism, job_config.training
     where = f"[stateflow] schedule_file = {options.schedule_file!r}"
     expect(
-        options.policy == "1f1b" and options.weight_lag is None and options.plan is None,
+        options.policy in (None, DEFAULT_POLICY) and options.weight_lag is None and options.plan is None,
         f"{where} is the order of the units: drop policy, weight_lag and plan",
     )
     schedule = read_schedule_file(job_config)

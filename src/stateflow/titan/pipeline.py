@@ -20,7 +20,7 @@ from stateflow.documents import COLUMNS
 from stateflow.pipeline.policies import loop_placement
 from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
 from stateflow.pipeline.trace import ActionTrace
-from stateflow.titan.config import make_plan, mixed_precision_alone, num_stages
+from stateflow.titan.config import make_plan, mixed_precision_alone, num_stages, weight_lag
 from stateflow.titan.config import policy as policy_of
 from stateflow.titan.data import TokenCounter, valid_tokens
 from stateflow.titan.order import V_SCHEDULE, placement, read_schedule_file, recomputes
@@ -193,7 +193,7 @@ def pipeline(model: nn.Module, parallel_dims, job_config, device, model_args, pa
         stages,
         training.local_batch_size // p.pipeline_parallel_microbatch_size,
         policy=policy_of(job_config),
-        weight_lag=job_config.stateflow.weight_lag,
+        weight_lag=weight_lag(job_config),
         recomputed=recomputes(job_config),
         schedule=None if job_config.stateflow.schedule_file is None else read_schedule_file(job_config),
         loss_fn=loss_fn,

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
 from stateflow.planning.job import Job
-from stateflow.titan.config import chunk_cost, mixed_precision_alone, num_stages
+from stateflow.titan.config import chunk_cost, mixed_precision_alone, num_stages, weight_lag
 from stateflow.titan.config import policy as policy_of
 from stateflow.titan.flavors import resolve_model
 
@@ -36,7 +37,7 @@ def job_of(job_config) -> Job:
     shard = max(1, p.data_parallel_shard_degree)
     wrapped = shard > 1 or mixed_precision_alone(job_config)
     mode = {"none": "none", "full": "full", "selective": "selective"}.get(ac.mode, "none")
-    every = int(ac.selective_ac_option) if mode == "selective" and str(ac.selective_ac_option).isdigit() else 0
+    every = int(ac.selective_ac_option) if str(ac.selective_ac_option).isdigit() else 0
     return Job(
         model=model,
         parts=tuple(map(tuple, part_names(job_config))),
@@ -56,7 +57,7 @@ def job_of(job_config) -> Job:
         optimizer_states=2,
         multiple=job_config.stateflow.chunk_multiple,
         policy=policy_of(job_config),
-        weight_lag=job_config.stateflow.weight_lag,
+        weight_lag=weight_lag(job_config),
     )
 
 
@@ -74,8 +75,25 @@ def part_names(job_config, count: int | None = None) -> list[list[str]]:
     )
 
 
-def stage_module(job_config, job: Job, part: Sequence[str], device: torch.device) -> nn.Module:
-    """One stage's part of the model on ``device``, recomputed and compiled as the config asks, on no process group."""
+def parts_without_layers(job: Job) -> str | None:
+    """A remark on stages that hold no layer, whose ranks are all but idle, with what gives them one; else None."""
+    bare = [stage for stage, part in enumerate(job.parts) if not any(name.startswith("layers.") for name in part)]
+    if not bare:
+        return None
+    names = {stage: " and ".join(job.parts[stage]) or "nothing" for stage in bare}
+    held = "; ".join(f"stage {stage} holds no layer but {name}" for stage, name in names.items())
+    if len(job.parts) > job.model.num_layers:
+        return f"{held}: there are {job.model.num_layers} layers for {len(job.parts)} stages, take fewer"
+    return (
+        f"{held}: [parallelism] pipeline_parallel_first_stage_less_layers = 0 and "
+        "pipeline_parallel_last_stage_less_layers = 0 would share out the layers alone"
+    )
+
+
+def stage_module(
+    job_config, job: Job, part: Sequence[str], device: torch.device, tp_mesh: DeviceMesh | None = None
+) -> nn.Module:
+    """One stage's part of the model on ``device``, recomputed and compiled as the config asks, cut over ``tp_mesh``."""
     from stateflow.titan.model import TitanModel
     from stateflow.titan.parallelize import parallelize
 
@@ -89,7 +107,9 @@ def stage_module(job_config, job: Job, part: Sequence[str], device: torch.device
     job_config = copy.deepcopy(job_config)
     job_config.activation_checkpoint.mode = job.recompute
     job_config.stateflow.mixed_precision_alone = False  # the whole part is cast below instead
-    dims = SimpleNamespace(tp_enabled=False, fsdp_enabled=False, dp_replicate_enabled=False)
+    dims = SimpleNamespace(
+        tp_enabled=tp_mesh is not None, fsdp_enabled=False, dp_replicate_enabled=False, get_mesh=lambda _name: tp_mesh
+    )
     parallelize(model, dims, job_config)
     model.to_empty(device=device)
     model.to(job.compute_dtype)

@@ -17,11 +17,13 @@ from torchtitan.config import JobConfig
 
 from stateflow.titan.data import iterate_texts
 from stateflow.titan.order import loss_rank
+from stateflow.titan.prediction import predictions, traced
 from stateflow.titan.tokenizer import ByteTokenizer, build_tokenizer
 
 SUMMARY_FILE = "summary.json"
 TRAINING_LOSS = "loss_metrics/global_avg_loss"
 VALIDATION_LOSS = "validation_metrics/loss"
+STEP_SECONDS = "time_metrics/end_to_end(s)"
 TOKENS_PER_SECOND = "throughput(tps)"  # a device's share, in torchtitan's definition
 
 Point = tuple[int, float]
@@ -135,6 +137,10 @@ def collect(dump_folder: str | Path, job_config: JobConfig, world_size: int | No
     scalars = read_scalars(events) if events is not None else {}
     training, validation = scalars.get(TRAINING_LOSS, []), scalars.get(VALIDATION_LOSS, [])
     speeds = [value for _, value in scalars.get(TOKENS_PER_SECOND, [])]
+    # The first logged step holds what happens once, e.g. compilation.
+    steps = [value for _, value in scalars.get(STEP_SECONDS, [])][1:]
+    trace = traced(job_config, dump_folder)
+    foretold = predictions(job_config)
 
     entropy = label = gain = None
     if validation:
@@ -153,6 +159,9 @@ def collect(dump_folder: str | Path, job_config: JobConfig, world_size: int | No
         "better_than_entropy_percent": gain,
         "tokens_per_second_per_device": speed,
         "tokens_per_second_total": speed * num_devices if speed is not None and num_devices else None,
+        "step_seconds": statistics.median(steps) if steps else None,
+        "traced_step_seconds": None if trace is None else trace[0],
+        "predicted_step_seconds": {p.source: p.seconds for p in [*foretold, *([] if trace is None else [trace[1]])]},
         "num_devices": num_devices,
         "num_logged_steps": len(training),
         "places": _existing_places(dump_folder, job_config, events),
@@ -203,6 +212,21 @@ def _speed_text(figures: Mapping[str, Any]) -> str:
     return f"{text} (median of the logged steps)"
 
 
+def _step_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Measured time of a step, and beside it what was predicted of its forwards and backwards."""
+    rows = []
+    if figures["step_seconds"] is not None:
+        rows.append(("step", f"{figures['step_seconds']:.4g} s with optimizer and data (median of the logged steps)"))
+    measured = figures["traced_step_seconds"]
+    if measured is not None:
+        rows.append(("", f"{measured:.4g} s of it in forwards and backwards (median of the traced steps)"))
+    measured = figures["step_seconds"] if measured is None else measured
+    for source, seconds in figures["predicted_step_seconds"].items():
+        off = "" if measured is None else f" ({seconds / measured - 1:+.1%})"
+        rows.append(("" if rows else "step", f"{seconds:.4g} s {source}{off}"))
+    return rows
+
+
 def _to_text(figures: Mapping[str, Any], dump_folder: Path, job_config: JobConfig) -> str:
     rows = []
     if not figures["has_events"]:
@@ -222,6 +246,7 @@ def _to_text(figures: Mapping[str, Any], dump_folder: Path, job_config: JobConfi
         rows.append(("yardstick", _entropy_text(figures)))
     if figures["tokens_per_second_per_device"] is not None:
         rows.append(("speed", _speed_text(figures)))
+    rows += _step_rows(figures)
     rows += figures["places"].items()
     rows.append(("these figures", str(dump_folder / SUMMARY_FILE)))
 

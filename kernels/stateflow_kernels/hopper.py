@@ -1,0 +1,139 @@
+"""Launches `hopper_transition`, where it runs.
+
+It is written against the Gluon of the Tritons named here, whose interface still changes from version to version;
+everywhere else ST and STB are `transition`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from .primitives import INTERPRETED
+
+if TYPE_CHECKING:
+    from .gated_delta_rule import Tile, _Problem
+
+TRITONS = ("3.6", "3.7")  # 3.7 compiled only
+BLOCKS_V = (16, 32, 64)
+CHUNK = 64
+K_DIMS = (64, 128, 256)
+
+
+def available(device: torch.device) -> bool:
+    """Whether kernels of this form run on the device with the Triton that is installed."""
+    return device.type == "cuda" and not INTERPRETED and _available(device)
+
+
+def known_triton() -> bool:
+    return any(triton.__version__.startswith(f"{version}.") for version in TRITONS)
+
+
+@functools.cache
+def _available(device: torch.device) -> bool:
+    return known_triton() and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def shared_bytes(backward: bool, k_dim: int, block_v: int, num_stages: int) -> int:
+    """What a program takes, up to the barriers: slots for loads, tiles for results, operands on their way."""
+    keys, rows = (2, 2) if backward else (1, 1)
+    stage = 2 * CHUNK * (keys * k_dim + CHUNK + rows * block_v) + 4 * 4 * CHUNK
+    results = 2 * (k_dim + CHUNK) * block_v * (3 if num_stages % 2 else 2)
+    return num_stages * stage + results + 2 * CHUNK * block_v * (3 if backward else 2)
+
+
+def default_stages(backward: bool, k_dim: int, block_v: int, shared_memory: int) -> int | None:
+    """As many as fit, up to four; None: not even two do."""
+    fitting = [n for n in (4, 3, 2) if shared_bytes(backward, k_dim, block_v, n) + 1024 <= shared_memory]
+    return fitting[0] if fitting else None
+
+
+def runs(problem: _Problem, tile: Tile) -> bool:
+    """Whether ST and STB of this problem are launched in this form."""
+    return (
+        tile.specialized
+        and problem.batch == 1
+        and problem.dtype != torch.float32
+        and problem.k_dim in K_DIMS
+        and tile.block_v in BLOCKS_V
+        and problem.v_dim % tile.block_v == 0
+        and available(problem.device)
+    )
+
+
+@functools.cache
+def layout(rows: int, columns: int, dtype: torch.dtype):
+    """Of a tile in shared memory, as the copy engine writes it and products read it."""
+    from triton.experimental.gluon import language as gl
+
+    if dtype == torch.float32:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)  # any 16 bits
+
+
+def _tiles(x: Tensor, rows: int, columns: int):
+    """For the copy engine: x, of two dimensions, in tiles of this size."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(x, x.shape, x.stride(), [rows, columns], layout(rows, columns, x.dtype))
+
+
+def _launch(kernel, problem: _Problem, tile: Tile, chunks: range, *args) -> None:
+    sizes = {name: problem.sizes[name] for name in ("H", "HK", "K", "V", "C")}
+    kernel[(problem.heads * (problem.v_dim // tile.block_v),)](
+        *args,
+        problem.num_chunks,
+        chunks.start,
+        chunks.stop,
+        **sizes,
+        BV=tile.block_v,
+        STAGES=tile.num_stages,
+        num_warps=4,
+    )
+
+
+def transition(
+    problem: _Problem, tile: Tile, chunks: range, solve: Tensor, factors: Tensor, k: Tensor, v: Tensor,
+    state_in: Tensor, states: Tensor, v_new: Tensor, state_out: Tensor,
+) -> None:  # fmt: skip
+    """ST; shapes as in `transition`, `factors` as in `hopper_transition`."""
+    from . import hopper_transition
+
+    chunk, key, value, block = problem.sizes["C"], problem.k_dim, problem.v_dim, tile.block_v
+    _launch(
+        hopper_transition.transition_kernel,
+        *(problem, tile, chunks),
+        _tiles(k.view(problem.num_tokens, -1), chunk, key),
+        _tiles(v.view(problem.num_tokens, -1), chunk, block),
+        _tiles(solve.view(-1, chunk), chunk, chunk),
+        _tiles(states.view(-1, value), key, block),
+        _tiles(v_new.view(-1, value), chunk, block),
+        _tiles(factors.view(-1, chunk), 4, chunk),
+        *(state_in, state_out),
+    )
+
+
+def transition_backward(
+    problem: _Problem, tile: Tile, chunks: range, solve: Tensor, factors: Tensor, q: Tensor, k: Tensor, grad_o: Tensor,
+    grad_state_in: Tensor, tiles: Tensor, grad_states: Tensor, grad_state_out: Tensor,
+) -> None:  # fmt: skip
+    """STB; as `transition`."""
+    from . import hopper_transition
+
+    chunk, key, value, block = problem.sizes["C"], problem.k_dim, problem.v_dim, tile.block_v
+    _launch(
+        hopper_transition.transition_backward_kernel,
+        *(problem, tile, chunks),
+        _tiles(q.view(problem.num_tokens, -1), chunk, key),
+        _tiles(k.view(problem.num_tokens, -1), chunk, key),
+        _tiles(solve.view(-1, chunk), chunk, chunk),
+        _tiles(grad_o.view(problem.num_tokens, -1), chunk, block),
+        _tiles(tiles.view(-1, value), chunk, block),
+        _tiles(grad_states.view(-1, value), key, block),
+        _tiles(factors.view(-1, chunk), 4, chunk),
+        *(grad_state_in, grad_state_out),
+    )

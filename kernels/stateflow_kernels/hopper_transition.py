@@ -1,0 +1,361 @@
+"""ST and STB for Hopper: `transition`'s walks, written for the latency of a step, in Gluon.
+
+A walk is bound by the latency of its steps, not by their work: a chain of products with a conversion, a fence and a
+barrier between each two. Triton's form has one more kind of wait, for memory: every fence of a warp waits for the
+copies which that warp has under way. So here one warp has the copy engine fetch the tiles, the factors of the tokens
+among them, another has it write the results, and the four warps that compute only compute. The state's 16-bit copy in
+shared memory is at once the operand of the next product and what is written to `states`.
+
+Formulas, operands, roundings and the order of products are `transition`'s: the results have the same bits. For B = 1, a
+solve, a scalar decay, 16-bit inputs, K 64, 128 or 256 and V a multiple of BV.
+
+`factors` [5 H N, C] float32: for each chunk b, kappa and r of its tokens, Lam C times, and rho. ST fetches the first
+four rows as one tile, STB the last four.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_LENGTHS = ["num_chunks", "first_chunk", "end_chunk"]
+
+
+@gluon.jit
+def _barriers(count: gl.constexpr):
+    """That many barriers, of one arrival each."""
+    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers
+
+
+@gluon.jit
+def _factor(factors, j: gl.constexpr, layout: gl.constexpr):
+    """[C, 1], the j-th factor of the tokens. As one dimension: the tile's rows follow one another."""
+    C: gl.constexpr = factors.shape[1]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    row = factors._reinterpret(gl.float32, [factors.shape[0] * C], plain).slice(j * C, C)
+    return gl.expand_dims(row.load(gl.SliceLayout(1, layout)), 1)
+
+
+@gluon.jit
+def _decay(factors, j: gl.constexpr, layout: gl.constexpr):
+    return factors.slice(j, 1).slice(0, 1, dim=1).load(layout)
+
+
+@gluon.jit
+def _write(
+    states_desc, rows_desc, states, rows, states_full, rows_full, free, row, column, first, steps, STEP: gl.constexpr
+):
+    """Writes the state [K, BV] and the rows [C, BV] of each step, of the chunks first, first + STEP, ..."""
+    K: gl.constexpr = states_desc.block_type.shape[0]
+    C: gl.constexpr = rows_desc.block_type.shape[0]
+    TILES: gl.constexpr = states.shape[0]
+    for i in range(0, steps):
+        n = row + first + i * STEP
+        tile = i % TILES
+        phase = (i // TILES) & 1
+        mbarrier.wait(states_full.index(tile), phase)
+        tma.async_copy_shared_to_global(states_desc, [n * K, column], states.index(tile))
+        mbarrier.wait(rows_full.index(tile), phase)
+        tma.async_copy_shared_to_global(rows_desc, [n * C, column], rows.index(tile))
+        tma.store_wait(pendings=0)
+        mbarrier.arrive(free.index(tile))
+
+
+@gluon.jit
+def _fetch(descs, columns, slots, ready, empty, row, first_chunk, end_chunk):
+    """ST's loads, of k, v, T and the factors: each into its slot as soon as the step that read it last is over."""
+    k_desc, v_desc, solve_desc, factors_desc = descs
+    k_slots, v_slots, solve_slots, factors_slots = slots
+    key_column, v_column = columns
+    C: gl.constexpr = solve_desc.block_type.shape[0]
+    STAGES: gl.constexpr = k_slots.shape[0]
+    wide: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
+    size: gl.constexpr = wide + solve_desc.block_type.nbytes + factors_desc.block_type.nbytes
+    for n in range(first_chunk, end_chunk):
+        i = n - first_chunk
+        slot = i % STAGES
+        bar = ready.index(slot)
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, size)
+        tma.async_copy_global_to_shared(k_desc, [n * C, key_column], bar, k_slots.index(slot))
+        tma.async_copy_global_to_shared(v_desc, [n * C, v_column], bar, v_slots.index(slot))
+        tma.async_copy_global_to_shared(factors_desc, [(row + n) * 5, 0], bar, factors_slots.index(slot))
+        tma.async_copy_global_to_shared(solve_desc, [(row + n) * C, 0], bar, solve_slots.index(slot))
+
+
+@gluon.jit
+def _walk(state, state_out, slots, states, rows, right, update, barriers, steps):
+    """ST's chain of products. What does not lie on it is done while a product runs."""
+    k_slots, v_slots, solve_slots, factors_slots = slots
+    ready, empty, states_full, rows_full, free = barriers
+    dtype: gl.constexpr = k_slots.dtype
+    STAGES: gl.constexpr = k_slots.shape[0]
+    TILES: gl.constexpr = states.shape[0]
+    acc: gl.constexpr = state.type.layout
+    C: gl.constexpr = solve_slots.shape[1]
+    BV: gl.constexpr = state.shape[1]
+    zeros = gl.zeros([C, BV], gl.float32, acc)
+    states.index(0).store(state.to(dtype))
+    for first in range(0, steps, STAGES):
+        for slot in gl.static_range(STAGES):  # known to the compiler: no arithmetic for addresses
+            if first + slot < steps:
+                tile: gl.constexpr = slot % TILES
+                following: gl.constexpr = (slot + 1) % TILES
+                k = k_slots.index(slot)
+                factors = factors_slots.index(slot)
+                fence_async_shared()
+                mbarrier.arrive(states_full.index(tile))
+                mbarrier.wait(ready.index(slot), (first // STAGES) & 1)
+                read = warpgroup_mma(k, states.index(tile), zeros, use_acc=False, is_async=True)
+                v = v_slots.index(slot).load(acc).to(gl.float32) * _factor(factors, 0, acc)
+                k_scale = _factor(factors, 1, acc)
+                r_scale = _factor(factors, 2, acc)
+                state = state * _decay(factors, 3, acc)
+                read = warpgroup_mma_wait(0, deps=(read,))
+                right.store((v - read * r_scale).to(dtype))
+                fence_async_shared()
+                v_new = warpgroup_mma(solve_slots.index(slot), right, zeros, use_acc=False, is_async=True)
+                v_new = warpgroup_mma_wait(0, deps=(v_new,))
+                update.store((v_new * k_scale).to(dtype))
+                fence_async_shared()
+                state = warpgroup_mma(k.permute((1, 0)), update, state, is_async=True)
+                rows.index(tile).store(v_new.to(dtype))
+                fence_async_shared()
+                mbarrier.arrive(rows_full.index(tile))
+                mbarrier.wait(free.index(following), (((first + slot + 1) // TILES) & 1) ^ 1)
+                state = warpgroup_mma_wait(0, deps=(state,))
+                states.index(following).store(state.to(dtype))
+                mbarrier.arrive(empty.index(slot))
+    gl.store(state_out, state)
+
+
+@gluon.jit(do_not_specialize=_LENGTHS)
+def transition_kernel(
+    k_desc,
+    v_desc,
+    solve_desc,
+    states_desc,
+    v_new_desc,
+    factors_desc,
+    state_in_ptr,
+    state_out_ptr,
+    num_chunks,
+    first_chunk,
+    end_chunk,
+    H: gl.constexpr,
+    HK: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+    BV: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """ST over the chunks first_chunk .. end_chunk - 1. Program = (head, block of BV columns)."""
+    dtype: gl.constexpr = k_desc.dtype
+    TILES: gl.constexpr = 3 if STAGES % 2 else 2  # of results; divides STAGES
+    pid = gl.program_id(0)
+    column = (pid % (V // BV)) * BV
+    head = pid // (V // BV)
+    row = head * num_chunks
+
+    acc: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BV, 16])
+    ks = gl.arange(0, K, layout=gl.SliceLayout(1, acc))
+    vs = column + gl.arange(0, BV, layout=gl.SliceLayout(0, acc))
+    state_offset = head.to(gl.int64) * (K * V) + ks[:, None] * V + vs[None, :]
+    slots = (
+        gl.allocate_shared_memory(dtype, [STAGES, C, K], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, C, BV], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, C, C], solve_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 4, C], factors_desc.layout),
+    )
+    states = gl.allocate_shared_memory(dtype, [TILES, K, BV], states_desc.layout)
+    rows = gl.allocate_shared_memory(dtype, [TILES, C, BV], v_new_desc.layout)
+    right = gl.allocate_shared_memory(dtype, [C, BV], v_new_desc.layout)
+    update = gl.allocate_shared_memory(dtype, [C, BV], v_new_desc.layout)
+    ready, empty = _barriers(STAGES), _barriers(STAGES)
+    states_full, rows_full, free = _barriers(TILES), _barriers(TILES), _barriers(TILES)
+    barriers = (ready, empty, states_full, rows_full, free)
+    fence_async_shared()
+    state = gl.load(state_in_ptr + state_offset)
+    descs = (k_desc, v_desc, solve_desc, factors_desc)
+    columns = ((head // (H // HK)) * K, head * V + column)
+    steps = end_chunk - first_chunk
+    gl.warp_specialize(
+        [
+            (_walk, (state, state_out_ptr + state_offset, slots, states, rows, right, update, barriers, steps)),
+            (_fetch, (descs, columns, slots, ready, empty, row, first_chunk, end_chunk)),
+            (
+                _write,
+                (
+                    states_desc,
+                    v_new_desc,
+                    states,
+                    rows,
+                    states_full,
+                    rows_full,
+                    free,
+                    row,
+                    column,
+                    first_chunk,
+                    steps,
+                    1,
+                ),
+            ),
+        ],
+        [1, 1],
+        [24, 24],
+    )
+
+
+@gluon.jit
+def _fetch_back(descs, columns, slots, ready, empty, row, first_chunk, end_chunk):
+    """STB's loads, of q, k, T, dY, P^T dY and the factors."""
+    q_desc, k_desc, solve_desc, grad_y_desc, tile_desc, factors_desc = descs
+    q_slots, k_slots, solve_slots, grad_y_slots, tile_slots, factors_slots = slots
+    key_column, v_column, column = columns
+    C: gl.constexpr = solve_desc.block_type.shape[0]
+    STAGES: gl.constexpr = k_slots.shape[0]
+    wide: gl.constexpr = 2 * k_desc.block_type.nbytes + 2 * grad_y_desc.block_type.nbytes
+    size: gl.constexpr = wide + solve_desc.block_type.nbytes + factors_desc.block_type.nbytes
+    for i in range(0, end_chunk - first_chunk):
+        n = end_chunk - 1 - i
+        slot = i % STAGES
+        bar = ready.index(slot)
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, size)
+        tma.async_copy_global_to_shared(k_desc, [n * C, key_column], bar, k_slots.index(slot))
+        tma.async_copy_global_to_shared(factors_desc, [(row + n) * 5 + 1, 0], bar, factors_slots.index(slot))
+        tma.async_copy_global_to_shared(grad_y_desc, [n * C, v_column], bar, grad_y_slots.index(slot))
+        tma.async_copy_global_to_shared(q_desc, [n * C, key_column], bar, q_slots.index(slot))
+        tma.async_copy_global_to_shared(tile_desc, [(row + n) * C, column], bar, tile_slots.index(slot))
+        tma.async_copy_global_to_shared(solve_desc, [(row + n) * C, 0], bar, solve_slots.index(slot))
+
+
+@gluon.jit
+def _walk_back(state, state_out, slots, states, rows, scaled_y, right, update, barriers, steps):
+    """STB's chain of products; `state` is E."""
+    q_slots, k_slots, solve_slots, grad_y_slots, tile_slots, factors_slots = slots
+    ready, empty, states_full, rows_full, free = barriers
+    dtype: gl.constexpr = k_slots.dtype
+    STAGES: gl.constexpr = k_slots.shape[0]
+    TILES: gl.constexpr = states.shape[0]
+    acc: gl.constexpr = state.type.layout
+    C: gl.constexpr = solve_slots.shape[1]
+    BV: gl.constexpr = state.shape[1]
+    zeros = gl.zeros([C, BV], gl.float32, acc)
+    states.index(0).store(state.to(dtype))
+    for first in range(0, steps, STAGES):
+        for slot in gl.static_range(STAGES):  # known to the compiler: no arithmetic for addresses
+            if first + slot < steps:
+                tile: gl.constexpr = slot % TILES
+                following: gl.constexpr = (slot + 1) % TILES
+                k = k_slots.index(slot)
+                factors = factors_slots.index(slot)
+                solve = solve_slots.index(slot).permute((1, 0))
+                fence_async_shared()
+                mbarrier.arrive(states_full.index(tile))
+                mbarrier.wait(ready.index(slot), (first // STAGES) & 1)
+                from_state = warpgroup_mma(k, states.index(tile), zeros, use_acc=False, is_async=True)
+                grad_y = grad_y_slots.index(slot).load(acc).to(gl.float32) * _factor(factors, 3, acc)
+                scaled_y.store(grad_y.to(dtype))
+                fence_async_shared()
+                state = state * _decay(factors, 2, acc)
+                state = warpgroup_mma(q_slots.index(slot).permute((1, 0)), scaled_y, state, is_async=True)
+                from_output = tile_slots.index(slot).load(acc).to(gl.float32)
+                k_scale = _factor(factors, 0, acc)
+                r_scale = _factor(factors, 1, acc)
+                from_state = warpgroup_mma_wait(1, deps=(from_state,))
+                right.store((from_output + from_state * k_scale).to(dtype))
+                fence_async_shared()
+                solved = warpgroup_mma(solve, right, zeros, use_acc=False, is_async=True)
+                solved, state = warpgroup_mma_wait(0, deps=(solved, state))
+                update.store((solved * -r_scale).to(dtype))
+                fence_async_shared()
+                state = warpgroup_mma(k.permute((1, 0)), update, state, is_async=True)
+                rows.index(tile).store(solved.to(dtype))
+                fence_async_shared()
+                mbarrier.arrive(rows_full.index(tile))
+                mbarrier.wait(free.index(following), (((first + slot + 1) // TILES) & 1) ^ 1)
+                state = warpgroup_mma_wait(0, deps=(state,))
+                states.index(following).store(state.to(dtype))
+                mbarrier.arrive(empty.index(slot))
+    gl.store(state_out, state)
+
+
+@gluon.jit(do_not_specialize=_LENGTHS)
+def transition_backward_kernel(
+    q_desc,
+    k_desc,
+    solve_desc,
+    grad_y_desc,
+    tile_desc,
+    grad_states_desc,
+    factors_desc,
+    grad_state_in_ptr,
+    grad_state_out_ptr,
+    num_chunks,
+    first_chunk,
+    end_chunk,
+    H: gl.constexpr,
+    HK: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+    BV: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """STB over the chunks end_chunk - 1 .. first_chunk; the tiles hold P^T dY and receive a."""
+    dtype: gl.constexpr = k_desc.dtype
+    TILES: gl.constexpr = 3 if STAGES % 2 else 2  # of results; divides STAGES
+    pid = gl.program_id(0)
+    column = (pid % (V // BV)) * BV
+    head = pid // (V // BV)
+    row = head * num_chunks
+
+    acc: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BV, 16])
+    ks = gl.arange(0, K, layout=gl.SliceLayout(1, acc))
+    vs = column + gl.arange(0, BV, layout=gl.SliceLayout(0, acc))
+    state_offset = head.to(gl.int64) * (K * V) + ks[:, None] * V + vs[None, :]
+    slots = (
+        gl.allocate_shared_memory(dtype, [STAGES, C, K], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, C, K], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, C, C], solve_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, C, BV], grad_y_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, C, BV], tile_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 4, C], factors_desc.layout),
+    )
+    states = gl.allocate_shared_memory(dtype, [TILES, K, BV], grad_states_desc.layout)
+    rows = gl.allocate_shared_memory(dtype, [TILES, C, BV], tile_desc.layout)
+    scaled_y = gl.allocate_shared_memory(dtype, [C, BV], tile_desc.layout)
+    right = gl.allocate_shared_memory(dtype, [C, BV], tile_desc.layout)
+    update = gl.allocate_shared_memory(dtype, [C, BV], tile_desc.layout)
+    ready, empty = _barriers(STAGES), _barriers(STAGES)
+    states_full, rows_full, free = _barriers(TILES), _barriers(TILES), _barriers(TILES)
+    barriers = (ready, empty, states_full, rows_full, free)
+    fence_async_shared()
+    state = gl.load(grad_state_in_ptr + state_offset)
+    descs = (q_desc, k_desc, solve_desc, grad_y_desc, tile_desc, factors_desc)
+    columns = ((head // (H // HK)) * K, head * V + column, column)
+    steps = end_chunk - first_chunk
+    last = end_chunk - 1
+    state_out = grad_state_out_ptr + state_offset
+    gl.warp_specialize(
+        [
+            (_walk_back, (state, state_out, slots, states, rows, scaled_y, right, update, barriers, steps)),
+            (_fetch_back, (descs, columns, slots, ready, empty, row, first_chunk, end_chunk)),
+            (
+                _write,
+                (grad_states_desc, tile_desc, states, rows, states_full, rows_full, free, row, column, last, steps, -1),
+            ),
+        ],
+        [1, 1],
+        [24, 24],
+    )

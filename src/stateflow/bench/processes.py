@@ -1,0 +1,191 @@
+"""A benchmark's command: its processes, their order, and its report.
+
+The libraries need versions of Triton that exclude each other, so each has a process with a path of its own. Those
+of the peers start first: they compile and tune themselves while our kernels are tuned, and are timed after ours,
+against whose results theirs are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stateflow.bench.contestants import OURS, Subject
+from stateflow.bench.measure import Rows, read_rows, require_cuda
+from stateflow.bench.worker import done_path
+from stateflow_kernels.plan_table import Shape, to_json
+
+LEAST_RUNS = 10
+
+Render = Callable[[Sequence[dict]], str]
+
+
+def shapes_of(
+    subject: Subject,
+    heads: Sequence[int],
+    tokens: Sequence[int],
+    dims: Sequence[tuple[int, int]],
+    dtype: str,
+    untuned: tuple[int, int] | None = None,
+) -> list[Shape]:
+    """All combinations, one count of heads after the other; `untuned` (heads, tokens) last, at the first dims.
+
+    Raises:
+        ValueError: sizes that the operation does not take.
+    """
+    cases = [(h, n, *kv) for h in heads for kv in dims for n in tokens]
+    if untuned is not None:
+        cases.append((*untuned, *dims[0]))
+    return [subject.shape(*case, dtype) for case in dict.fromkeys(cases)]
+
+
+def run(options, subject: Subject, render: Render, tune: Callable[[Path], None] | None = None) -> int:
+    """The command.
+
+    Args:
+        options: as `arguments` has them.
+        render: the report from the rows.
+        tune: what to do with the folder of the processes once those of the peers have started.
+
+    Returns:
+        0 if anything of ours was timed, else 1.
+
+    Raises:
+        ValueError: a call that cannot be.
+    """
+    if options.render is not None:
+        if not options.render.is_file():
+            raise ValueError(f"--render {options.render}: there is no such file; --json FILE writes one")
+        _write_report(render(read_rows(options.render)), options.markdown)
+        return 0
+    if options.runs < LEAST_RUNS:
+        raise ValueError(f"--runs {options.runs}: a median needs {LEAST_RUNS} or more")
+    shapes = shapes_of(subject, options.heads, options.tokens, options.dims, options.dtype, options.untuned)
+    peer_shapes = shapes_of(
+        subject,
+        options.peer_heads or options.heads,
+        options.peer_tokens or options.tokens,
+        options.peer_dims or options.dims,
+        options.dtype,
+    )
+    if options.peer_untuned and options.untuned is not None:
+        peer_shapes.append(shapes[-1])
+    missing = [shape for shape in peer_shapes if shape not in shapes]
+    if missing:
+        raise ValueError(f"the peers' shape {missing[0]} is not among ours: they would have nothing to agree with")
+    require_cuda("stateflow bench")
+    with tempfile.TemporaryDirectory(prefix="stateflow-bench-") as work:
+        return _run(options, subject, shapes, peer_shapes, Path(work), render, tune)
+
+
+def _run(options, subject, shapes, peer_shapes, work: Path, render: Render, tune) -> int:
+    rows = work / "rows.jsonl" if options.json is None else options.json.resolve()
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    rows.unlink(missing_ok=True)
+    processes: list[Process] = []
+
+    def leave(signum, _frame):
+        raise SystemExit(128 + signum)  # on the way out the processes are ended, and what is there is reported
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        for name in options.peers:
+            folder = dict(options.peer_path).get(name)
+            # A process for each count of heads: compiling for one does not wait for the other.
+            for heads in dict.fromkeys(shape.num_heads for shape in peer_shapes):
+                # The longest first: those that tune themselves do so at the first length that they see.
+                mine = sorted((s for s in peer_shapes if s.num_heads == heads), key=lambda s: -s.tokens)
+                processes.append(Process(subject, name, mine, rows, work, options.runs, folder))
+        if tune is not None:
+            tune(work)
+        ours = Process(subject, OURS, shapes, rows, work, options.runs, None)
+        processes.append(ours)
+        ours.wait(None)
+        done_path(work).touch()
+        for process in processes[:-1]:
+            process.wait(options.peer_timeout)
+    finally:
+        for process in processes:
+            process.end()
+        signal.signal(signal.SIGTERM, before)
+        found = read_rows(rows)
+        _write_report(render(found), options.markdown)
+    return int(not any("forward" in row for row in found if row.get("contestant") == OURS))
+
+
+class Process:
+    """A worker with its own path and log."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        group: str,
+        shapes: Sequence[Shape],
+        rows: Path,
+        work: Path,
+        runs: int,
+        path: Path | None,
+    ):
+        self.group, self.rows = group, rows
+        self.name = f"{group}-{'-'.join(map(str, dict.fromkeys(shape.num_heads for shape in shapes)))}"
+        self.log = work / f"{self.name}.log"
+        spec = dict(benchmark=subject.name, group=group, shapes=[to_json(shape) for shape in shapes])
+        spec |= dict(rows=str(rows), work=str(work), runs=runs)
+        spec_path = work / f"{self.name}.json"
+        spec_path.write_text(json.dumps(spec))
+        self.started = time.monotonic()
+        env = worker_env(path, subject.environment.get(group, {}))
+        with open(self.log, "w") as log:
+            command = [sys.executable, "-u", "-m", "stateflow.bench.worker", str(spec_path)]
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+    def wait(self, seconds: float | None) -> None:
+        """For its end, or until so long after its start; a row says if it came to no good one."""
+        left = None if seconds is None else max(0.1, self.started + seconds - time.monotonic())
+        try:
+            status = self.process.wait(left)
+        except subprocess.TimeoutExpired:
+            self.end()
+            print(f"{self.name}:\n{self.log.read_text()[-6000:]}", flush=True)
+            self._failed(f"the process {self.name} was stopped after {seconds:.0f} s")
+            return
+        print(f"{self.name}:\n{self.log.read_text()[-6000:]}", flush=True)
+        if status != 0:
+            self._failed(f"the process {self.name} ended with status {status}")
+
+    def _failed(self, reason: str) -> None:
+        print(f"{self.name}: {reason}", flush=True)
+        Rows(self.rows).write(kind="process", contestant=self.group, failed=reason)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def worker_env(path: Path | None, more: dict[str, str]) -> dict[str, str]:
+    """A peer's folder comes first, so that its Triton is the one of the process."""
+    import stateflow
+    import stateflow_kernels
+
+    own = [str(Path(package.__file__).parents[1]) for package in (stateflow, stateflow_kernels)]
+    paths = [*([] if path is None else [str(path)]), *dict.fromkeys(own), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), **more}
+
+
+def _write_report(text: str, path: Path | None) -> None:
+    print(text)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
