@@ -6,7 +6,7 @@ As the default plan launches them.
 import torch
 import triton.language as tl
 
-from . import mamba3, mamba3_backward, mamba3_finish
+from . import mamba3, mamba3_backward, mamba3_finish, mamba3_gradients
 from .aot import AotCase
 from .gated_delta_rule import CHUNK, Tile
 from .mamba3_rule import ONE_WARP, SHARED_TOKENS, SMALL, default_plan
@@ -16,7 +16,8 @@ _NUMBERS = {"eps": "fp32", "A_floor": "fp32"}
 # The pointers that do not have the type of x; all other names of arguments that end in _ptr do.
 _LOW = {
     *("x_ptr", "z_ptr", "y_ptr", "B_ptr", "C_ptr", "dd_dt_ptr", "dd_A_ptr", "trap_ptr", "angle_ptr", "states_ptr"),
-    *("grad_y_ptr", "grad_states_ptr", "grad_x_ptr", "grad_z_ptr", "grad_B_ptr", "grad_C_ptr", "grad_angle_ptr"),
+    *("grad_y_ptr", "grad_read_ptr", "grad_states_ptr", "grad_x_ptr", "grad_z_ptr", "grad_B_ptr", "grad_C_ptr"),
+    "grad_angle_ptr",
     *("grad_dd_dt_ptr", "grad_dd_A_ptr", "grad_trap_ptr", "query_rows_ptr", "key_rows_ptr", "speed_rows_ptr"),
 }
 
@@ -40,7 +41,8 @@ def aot_cases() -> list[AotCase]:
         "local": mamba3.local_kernel,
         "out": mamba3.out_kernel,
         "local_backward": mamba3_backward.local_backward_kernel,
-        "gradients": mamba3_backward.gradients_kernel,
+        "query_gradients": mamba3_gradients.query_gradients_kernel,
+        "key_gradients": mamba3_gradients.key_gradients_kernel,
         "scan": mamba3.scan_kernel,
         "scan_backward": mamba3_backward.scan_backward_kernel,
     }

@@ -6,7 +6,7 @@ With cuts, Scan works on a side stream beside another segment's parallel part, a
 backward beside what does not need it:
 
     forward     Local1 -> (Scan1 || Local2) -> (Scan2 || Out1) -> Out2
-    backward    Local -> (Scan || Local back) -> Scan back -> Gradients
+    backward    Local -> (Scan || Local back) -> Scan back -> Queries -> Keys
 
 Every kernel does the same with a segment as with the whole, so neither changes a bit.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 from . import mamba3 as kernels
 from . import mamba3_backward as backward_kernels
 from . import mamba3_finish as finish_kernels
+from . import mamba3_gradients as gradient_kernels
 from .gated_delta_rule import _DTYPES, CHUNK, Tile, _SideStreams
 
 # What no plan says: kernels that take little time, and walks of one vector.
@@ -43,7 +44,8 @@ class Mamba3Plan:
     out: Tile = Tile(64, 4, 2)
     local_backward: Tile = Tile(64, 4, 2)
     scan_backward: Tile = Tile(32, 4, 4)
-    gradients: Tile = Tile(64, 4, 2)
+    query_gradients: Tile = Tile(64, 4, 2)
+    key_gradients: Tile = Tile(64, 4, 2)
     cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
 
@@ -66,7 +68,8 @@ def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int 
         out=parallel,
         local_backward=parallel,
         scan_backward=scan,
-        gradients=parallel,
+        query_gradients=parallel,
+        key_gradients=parallel,
     )
 
 
@@ -240,6 +243,8 @@ class Backward:
         self.grad_y, self.grad_theta, self.grad_state, self.grad_k_last, self.grad_v_last = grads
         self.whole, self.grads = prepared.whole, Inputs(*map(torch.empty_like, problem.inputs))
         self.set_blocks(plan.scan_backward)
+        # dY, before the gate z.
+        self.grad_read = torch.empty_like(problem.inputs.x)
         self.grad_states, self.grad_k_bound = problem.states(), problem.by_chunk(problem.n_dim)
         by_token = (problem.batch, problem.num_tokens, problem.num_heads)
         self.query_rows, self.key_rows, self.speed_rows = (
@@ -247,6 +252,10 @@ class Backward:
             for width in (problem.n_dim, problem.n_dim, problem.num_angles)
         )
         self.query_bias, self.key_bias = problem.by_chunk(problem.n_dim), problem.by_chunk(problem.n_dim)
+        # What Queries leaves for Keys.
+        self.query_theta = problem.by_chunk(CHUNK, problem.num_angles)
+        self.query_gate, self.read_by = problem.tokens(), problem.tokens()
+        self.both, self.grad_both = problem.tokens(), problem.tokens()
         self.grad_gate, self.grad_turn = problem.tokens(), problem.tokens()
         self.grad_scale, self.grad_own = problem.tokens(), problem.tokens()
         self.grad_D, self.grad_dt_bias = problem.by_chunk(), problem.by_chunk()
@@ -267,7 +276,8 @@ class Backward:
             tile,
             self.whole,
             *(self.grad_y, inputs.z, inputs.C, inputs.C_norm, inputs.C_bias, self.problem.doc_start),
-            *(prepared.C_factor, prepared.speed, prepared.dt, prepared.gate_sum, prepared.theta, self.grad_states),
+            *(prepared.C_factor, prepared.speed, prepared.dt, prepared.gate_sum, prepared.theta),
+            *(self.grad_read, self.grad_states),
         )
 
     def scan(self, tile: Tile) -> None:
@@ -281,17 +291,28 @@ class Backward:
             *(self.grad_k_bound, self.grad_v_bound, self.grad_before, self.grads.state, self.grads.k_last),
         )
 
-    def gradients(self, tile: Tile) -> None:
+    def query_gradients(self, tile: Tile) -> None:
         inputs, (given, prepared) = self.problem.inputs, self.prepared.rows()
         self.problem.per_chunk(
-            backward_kernels.gradients_kernel,
+            gradient_kernels.query_gradients_kernel,
             tile,
             self.whole,
-            *(self.grad_y, inputs.x, inputs.z, *given, self.grad_k_last, self.grad_v_last),
+            *(self.grad_y, self.grad_read, inputs.x, inputs.z, *given, *prepared),
+            *(self.grads.z, self.query_rows, self.query_bias),
+            *(self.query_theta, self.query_gate, self.read_by, self.both, self.grad_both, self.grad_D),
+        )
+
+    def key_gradients(self, tile: Tile) -> None:
+        inputs, (given, prepared) = self.problem.inputs, self.prepared.rows()
+        self.problem.per_chunk(
+            gradient_kernels.key_gradients_kernel,
+            tile,
+            self.whole,
+            *(self.grad_read, inputs.x, *given, self.grad_k_last, self.grad_v_last),
             *(*prepared, self.prepared.k_bound, self.grad_states, self.grad_k_bound, self.grad_v_bound),
-            *(self.grads.x, self.grads.z, self.query_rows, self.key_rows, self.speed_rows),
-            *(self.query_bias, self.key_bias, self.grad_gate, self.grad_turn, self.turn_total),
-            *(self.grad_scale, self.grad_own, self.grad_D),
+            *(self.query_theta, self.query_gate, self.read_by, self.both, self.grad_both),
+            *(self.grads.x, self.key_rows, self.speed_rows, self.key_bias),
+            *(self.grad_gate, self.grad_turn, self.turn_total, self.grad_scale, self.grad_own),
             NB=self.num_blocks,
         )
 
@@ -381,5 +402,6 @@ def backward(
     grad_states = side.run(1, partial(back.scan, plan.scan_backward))
     side.wait(states)
     side.wait(grad_states)
-    back.gradients(plan.gradients)
+    back.query_gradients(plan.query_gradients)
+    back.key_gradients(plan.key_gradients)
     return back.finish()

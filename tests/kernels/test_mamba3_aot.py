@@ -27,13 +27,13 @@ def reports(tmp_path_factory) -> list[dict]:
 
 def test_every_kernel_compiles_for_both_architectures(reports):
     names = {(r["case"], r["arch"]) for r in reports}
-    kernels = {"local", "scan", "out", "local_backward", "scan_backward", "gradients", "shared", "gates", "theta"}
-    kernels |= {"carry", "gates_backward", "shared_backward"}
+    kernels = {"local", "scan", "out", "local_backward", "scan_backward", "shared", "gates", "theta"}
+    kernels |= {"query_gradients", "key_gradients", "carry", "gates_backward", "shared_backward"}
     assert names == {(kernel, arch) for kernel in kernels for arch in (80, 90)}
 
 
 def test_products_use_tensor_cores(reports):
-    with_products = {"local", "out", "local_backward", "gradients"}
+    with_products = {"local", "out", "local_backward", "query_gradients", "key_gradients"}
     on_hopper = [r for r in reports if r["arch"] == 90]
     assert {r["case"] for r in on_hopper if r["wgmma"]} == with_products
 

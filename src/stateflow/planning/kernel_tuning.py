@@ -74,7 +74,8 @@ def _gated_delta_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def _mamba3_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
-    return {"scan": _SCAN, "scan_backward": _SCAN_LAUNCHES, "gradients": _LAUNCHES}.get(kernel, _PARALLEL)
+    walks = {"scan": _SCAN, "scan_backward": _SCAN_LAUNCHES}
+    return walks.get(kernel, _LAUNCHES if kernel.endswith("_gradients") else _PARALLEL)
 
 
 FAMILIES = {
