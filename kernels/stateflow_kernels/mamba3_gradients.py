@@ -3,7 +3,12 @@
 What one hands to the other is float32 by chunk and head: vectors [C], and the queries' part of theta's gradient.
 
 The gradient of theta is taken with the rounded q and k of the products: only so does what turns both cancel. For the
-same reason both kernels multiply with the same rounded gradients of scores, which have s in them: k goes without it.
+same reason both kernels multiply with the same rounded gradients of pairs, which have s in them: k goes without it.
+What a token's gate gets as one that is written, <k, dkh>, and as one that is decayed is in the products with v as well:
+<gam q, J> = <dY, gam S~ q> and <e F, kh> = <v, e E^T kh>, so neither needs dq or dk.
+
+Loads are volatile where something is loaded and computed again: else the compiler would keep the first result through
+the loop, for which there are not enough registers.
 """
 
 import triton
@@ -206,6 +211,8 @@ def query_gradients_kernel(
     tl.store(both_ptr + chunk * C + ts, both)
     tl.store(grad_both_ptr + chunk * C + ts, grad_both)
     tl.store(grad_D_ptr + chunk, tl.sum(grad_both, axis=0))
+    gate_sum = tl.load(gate_sum_ptr + chunk * C + ts, volatile=True)
+    scale = tl.load(scale_ptr + chunk * C + ts, volatile=True)
     grad_pairs = tl.where(earlier, grad_scores * pair_decay(gate_sum, start, C) * scale[None, :], 0.0)
     grad_pairs = rounded(tl.where(itself, (own * grad_both)[:, None], grad_pairs), DTYPE)
     grad_rest = _through_state(
@@ -350,6 +357,7 @@ def key_gradients_kernel(
     is_final = tl.where(n == num_chunks - 1, 1, 0)
     is_inner = 1 - is_final
     grad_scores = tl.zeros([C, C], tl.float32)
+    at_end = tl.zeros([C], tl.float32)
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         vs = v_block + tl.arange(0, BV)
         value_mask = in_chunk[:, None] & (vs < P)[None, :]
@@ -360,6 +368,9 @@ def key_gradients_kernel(
         grad_scores = dot(v, tl.trans(grad_read), grad_scores, DTYPE, PRECISION)
         grad_v = dot(k_turned, tl.trans(end_turned), tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
         grad_v = dot(k_rest, tl.trans(end_rest), grad_v, DTYPE, PRECISION) * to_end
+        # Loaded again: a tile of a product that only adds to an accumulator must not be used in another way.
+        again = tl.load(x_ptr + row + vs[None, :], mask=value_mask, other=0.0, volatile=True)
+        at_end += tl.sum(grad_v * again.to(tl.float32), axis=1)
         grad_v = dot(scores, grad_read, grad_v, DTYPE, PRECISION)
         # What the chunk after this one, or the next call, owes to the last token.
         v_next = tl.load(grad_v_out_ptr + head * P + vs, mask=vs < P * is_final, other=0.0)
@@ -369,25 +380,26 @@ def key_gradients_kernel(
         grad_v += tl.where(is_last, v_next[None, :], 0.0)
         tl.store(grad_x_ptr + row + vs[None, :], rounded(grad_v, DTYPE), mask=value_mask)
 
+    gate_sum = tl.load(gate_sum_ptr + chunk * C + ts, volatile=True)
+    scale = tl.load(scale_ptr + chunk * C + ts, volatile=True)
     grad_pairs = tl.where(later, grad_scores * pair_decay_transposed(gate_sum, start, C) * scale[:, None], 0.0)
     grad_pairs = rounded(tl.where(itself, (own * grad_both)[:, None], grad_pairs), DTYPE)
     next_ptr = grad_k_bound_ptr + (chunk + 1) * N
     grad_rest = _through_state(
         x_ptr + row, grad_states_ptr, rest, N, in_chunk, N, P, C, BX, BV, DTYPE, PRECISION, STAGES
     )
-    grad_rest *= to_end
-    at_end = tl.sum(grad_rest * k_rest.to(tl.float32), axis=1)
-    grad_rest = dot(grad_pairs, q_rest, grad_rest, DTYPE, PRECISION)
+    grad_rest = dot(grad_pairs, q_rest, grad_rest * to_end, DTYPE, PRECISION)
     from_next = tl.load(grad_k_out_ptr + head * N + rest, mask=rest < N * is_final, other=0.0)
     from_next += tl.load(next_ptr + rest, mask=rest < N * is_inner, other=0.0)
     grad_rest += tl.where(is_last, from_next[None, :], 0.0)
     _store_rows(grad_rest, rest, N, rows, key_rows_ptr, key_bias_ptr + chunk * N, in_chunk)
+    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR, AGAIN=True)
+    dt = tl.load(dt_ptr + chunk * C + ts, volatile=True)
+    cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
     grad_turned = _through_state(
         x_ptr + row, grad_states_ptr, turned, 2 * R, in_chunk, N, P, C, 2 * BR, BV, DTYPE, PRECISION, STAGES
     )
-    grad_turned *= to_end
-    at_end += tl.sum(grad_turned * k_turned.to(tl.float32), axis=1)
-    grad_turned = dot(grad_pairs, q_turned, grad_turned, DTYPE, PRECISION)
+    grad_turned = dot(grad_pairs, q_turned, grad_turned * to_end, DTYPE, PRECISION)
     grad_theta = angle_gradient(grad_turned, k_turned.to(tl.float32), C, BR)
     from_next = tl.load(grad_k_out_ptr + head * N + turned, mask=turned < 2 * R * is_final, other=0.0)
     from_next += tl.load(next_ptr + turned, mask=turned < 2 * R * is_inner, other=0.0)

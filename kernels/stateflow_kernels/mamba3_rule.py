@@ -12,7 +12,7 @@ Every kernel does the same with a segment as with the whole, so neither changes 
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ class Mamba3Plan:
     out: Tile = Tile(64, 4, 2)
     local_backward: Tile = Tile(64, 4, 2)
     scan_backward: Tile = Tile(32, 4, 4)
-    query_gradients: Tile = Tile(64, 4, 2)
+    query_gradients: Tile = Tile(32, 4, 2)
     key_gradients: Tile = Tile(64, 4, 2)
     cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
@@ -68,7 +68,8 @@ def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int 
         out=parallel,
         local_backward=parallel,
         scan_backward=scan,
-        query_gradients=parallel,
+        # It has the most tiles of values at once; half as wide they take half the registers.
+        query_gradients=replace(parallel, block_v=min(32, columns)),
         key_gradients=parallel,
     )
 

@@ -124,11 +124,12 @@ def other_columns(
 
 
 @triton.jit
-def load_speed(speed_ptr, in_chunk, C: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
-    """pi tanh(angle) [C, BR], from the chunk's first token on."""
+def load_speed(speed_ptr, in_chunk, C: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, AGAIN: tl.constexpr = False):
+    """pi tanh(angle) [C, BR], from the chunk's first token on. AGAIN: not the tile of an earlier load."""
     angles = tl.arange(0, BR)
     offset = tl.arange(0, C)[:, None] * R + angles[None, :]
-    return tl.load(speed_ptr + offset, mask=in_chunk[:, None] & (angles < R)[None, :], other=0.0)
+    mask = in_chunk[:, None] & (angles < R)[None, :]
+    return tl.load(speed_ptr + offset, mask=mask, other=0.0, volatile=AGAIN)
 
 
 @triton.jit

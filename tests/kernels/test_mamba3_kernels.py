@@ -19,7 +19,7 @@ from stateflow.recurrence.mamba3 import Inputs
 from stateflow.recurrence.mamba3_kernels import BOUNDS_16_BITS, BOUNDS_FLOAT32, Problem, random_inputs
 from stateflow_kernels.gated_delta_rule import Tile
 from stateflow_kernels.mamba3_rule import Mamba3Plan
-from tests.kernels.kernel_testing import on_devices
+from tests.kernels.kernel_testing import on_devices, only_own_memory
 from tests.recurrence.op_testing import (
     assert_close,
     assert_same_bits,
@@ -275,6 +275,14 @@ def test_no_uninitialised_memory_is_read(device):
         poisoned = run(inputs, docs, **TRITON)
     assert_same_bits(poisoned, run(inputs, docs, **TRITON))
     assert all(x.isfinite().all() for x in poisoned)
+
+
+@pytest.mark.skipif(not stateflow_kernels.primitives.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_no_other_memory_is_touched():
+    torch.manual_seed(0)
+    inputs = make_inputs(1, 66, 1, 24, 24, 5)
+    with only_own_memory():
+        run(inputs, documents(1, 66, rate=0.03), **TRITON)
 
 
 @on_devices
