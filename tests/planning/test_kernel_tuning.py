@@ -198,13 +198,13 @@ def test_a_search_for_mamba3(tmp_path):
 
     shape = Shape("mamba3", 80, 1, 128, 64, "bfloat16", 1, 8192, 32)
     default = mamba3_rule.default_plan(128, 64, torch.bfloat16)
-    best = {"scan": Tile(64, 4, 4), "gradients": Tile(64, 8, 2)}
+    best = {"scan": Tile(64, 4, 4), "key_gradients": Tile(64, 8, 2)}
     bench = Mamba3Bench({item: 0.5 for item in best.items()}, {CUTS[1]: 0.4, True: 0.3})
     (entry,) = tune([shape], lambda _: bench, lambda _: default, HERE, tmp_path / "t.json", 1e9, str, bench.clock)
     assert entry.plan == replace(default, **best, cuts=CUTS[1], overlap_backward=True)
     assert load(tmp_path / "t.json").entries == (entry,)
     # What leaves or takes sums over blocks of columns has one width, whatever the length.
-    for kernel in ("scan_backward", "gradients"):
+    for kernel in ("scan_backward", "query_gradients", "key_gradients"):
         assert {tile.block_v for tile in candidate_tiles(kernel, shape, getattr(default, kernel))} == {
             getattr(default, kernel).block_v
         }
