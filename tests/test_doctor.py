@@ -21,6 +21,7 @@ def interpreted(monkeypatch):
         pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setattr(self_check, "NUM_TOKENS", 110)
     monkeypatch.setattr(doctor, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(doctor, "MAMBA3_SIZES", (16, 16, 4))
 
 
 def test_without_a_gpu_it_says_so_and_is_content(monkeypatch, capsys):
@@ -37,6 +38,7 @@ def test_self_checks_that_pass(interpreted, capsys):
     assert main(SMALL) == 0
     printed = capsys.readouterr().out
     assert "1 heads of 1, K = 16, V = 16, float32, normalised, documents\n    ok: o " in printed
+    assert "1 heads, N = 16, P = 16, R = 4, float32, documents\n    ok: y " in printed
 
 
 def test_a_failed_self_check_is_shown_and_is_the_exit_status(interpreted, monkeypatch, capsys):

@@ -3,8 +3,8 @@
     {"device": "nvidia_h200", "torch": "2.11", "triton": "3.6.0", "ptxas": "12.8.93",
      "entries": [{"shape": {...}, "plan": {...}, "evidence": {...}}, ...]}
 
-An entry applies to its K, V and dtype only: what a kernel needs of registers and shared memory depends on these, not
-on how many heads, sequences or tokens there are. Of the entries that apply, the nearest counts.
+An entry applies to its K, V (Mamba-3: N, P, angles) and dtype only: what a kernel needs of registers and shared memory
+depends on these, not on how many heads, sequences or tokens there are. Of the entries that apply, the nearest counts.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 
 from .gated_delta_rule import Plan
+from .mamba3_rule import Mamba3Plan
 
-PLAN_TYPES = {"gated_delta_rule": Plan}
+PLAN_TYPES = {"gated_delta_rule": Plan, "mamba3": Mamba3Plan}
 
 
 def bucket_of(num_tokens: int) -> int:
@@ -60,7 +61,10 @@ class Environment:
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of call. `tokens` is a bucket: a power of two; heads are those of one rank."""
+    """A kind of call. `tokens` is a bucket: a power of two; heads are those of one rank.
+
+    For "mamba3" k_dim and v_dim are N and P, num_key_heads is 1, and num_angles counts; else it is 0.
+    """
 
     family: str
     num_heads: int
@@ -70,16 +74,19 @@ class Shape:
     dtype: str
     batch: int
     tokens: int
+    num_angles: int = 0
 
     def __str__(self) -> str:
         heads = f"{self.num_heads} heads"
         if self.num_key_heads != self.num_heads:
             heads += f" of {self.num_key_heads}"
         batch = f"{self.batch} x " if self.batch > 1 else ""
-        return f"{self.family}, {heads}, {self.k_dim} x {self.v_dim}, {self.dtype}, {batch}{self.tokens} tokens"
+        sizes = f"{self.k_dim} x {self.v_dim}" + (f" and {self.num_angles} angles" if self.num_angles else "")
+        return f"{self.family}, {heads}, {sizes}, {self.dtype}, {batch}{self.tokens} tokens"
 
     def applies_to(self, wanted: "Shape") -> bool:
-        return all(getattr(self, name) == getattr(wanted, name) for name in ("family", "k_dim", "v_dim", "dtype"))
+        same = ("family", "k_dim", "v_dim", "num_angles", "dtype")
+        return all(getattr(self, name) == getattr(wanted, name) for name in same)
 
     def distance(self, wanted: "Shape") -> tuple[float, ...]:
         """How far from `wanted`; most important first: the number of independent walks, then how they come about."""
@@ -162,8 +169,8 @@ def _entry(value: dict) -> Entry:
     shape = from_json(Shape, value["shape"])
     if shape.family not in PLAN_TYPES:
         raise ValueError(f"unknown family {shape.family!r}: use one of {', '.join(PLAN_TYPES)}")
-    numbers = [x for x in vars(shape).values() if isinstance(x, int)]
-    if min(numbers) < 1 or not isinstance(getattr(torch, shape.dtype, None), torch.dtype):
+    numbers = [x for name, x in vars(shape).items() if isinstance(x, int) and name != "num_angles"]
+    if min(numbers) < 1 or shape.num_angles < 0 or not isinstance(getattr(torch, shape.dtype, None), torch.dtype):
         raise ValueError(f"{shape} is no shape")
     plan = from_json(PLAN_TYPES[shape.family], value["plan"])
     check_plan(plan)

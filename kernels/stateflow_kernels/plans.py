@@ -23,15 +23,15 @@ from pathlib import Path
 import torch
 import triton
 
-from . import hopper
-from .gated_delta_rule import Tile, default_plan
+from . import gated_delta_rule, hopper, mamba3_rule
+from .gated_delta_rule import Tile
 from .plan_table import Environment, Shape, Table, bucket_of, load, normalized, numbers_of
 
 logger = logging.getLogger("stateflow")
 
 VARIABLE = "STATEFLOW_PLAN_TABLE"
 SHIPPED = Path(__file__).parent / "tables"
-DEFAULTS = {"gated_delta_rule": default_plan}
+DEFAULTS = {"gated_delta_rule": gated_delta_rule.default_plan, "mamba3": mamba3_rule.default_plan}
 
 _forced = None
 _reloads = 0
@@ -60,6 +60,7 @@ def plan_for(
     k_dim: int,
     v_dim: int,
     num_key_heads: int | None = None,
+    num_angles: int = 0,
 ):
     """The plan for these shapes. Heads are those of this rank; `num_key_heads` None: as many as `num_heads`.
 
@@ -70,14 +71,14 @@ def plan_for(
         return _forced
     bucket = bucket_of(num_tokens)
     key_heads = num_heads if num_key_heads is None else num_key_heads
-    return _choose(family, device, dtype, batch, bucket, num_heads, key_heads, k_dim, v_dim).plan
+    return _choose(family, device, dtype, batch, bucket, num_heads, key_heads, k_dim, v_dim, num_angles).plan
 
 
 def choice_for(shape: Shape, device: torch.device) -> Choice:
     """As `plan_for`, and says where the plan is from."""
     dtype = getattr(torch, shape.dtype)
-    heads = (shape.num_heads, shape.num_key_heads)
-    return _choose(shape.family, device, dtype, shape.batch, bucket_of(shape.tokens), *heads, shape.k_dim, shape.v_dim)
+    sizes = (shape.num_heads, shape.num_key_heads, shape.k_dim, shape.v_dim, shape.num_angles)
+    return _choose(shape.family, device, dtype, shape.batch, bucket_of(shape.tokens), *sizes)
 
 
 def state() -> tuple:
@@ -115,9 +116,10 @@ def _choose(
     num_key_heads: int,
     k_dim: int,
     v_dim: int,
+    num_angles: int,
 ) -> Choice:
     name = str(dtype).removeprefix("torch.")
-    wanted = Shape(family, num_heads, num_key_heads, k_dim, v_dim, name, batch, bucket)
+    wanted = Shape(family, num_heads, num_key_heads, k_dim, v_dim, name, batch, bucket, num_angles)
     if device.type != "cuda":
         return Choice(DEFAULTS[family](k_dim, v_dim, dtype))
     for table in _tables(_device_name(device)):

@@ -266,6 +266,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-heads", type=int, help="heads of q and k (default: as many)")
     for name in ("k-dim", "v-dim"):
         parser.add_argument(f"--{name}", type=int, default=128, help="of a head (default 128)")
+    parser.add_argument("--angles", type=int, help="Mamba-3 with so many, N = --k-dim and P = --v-dim")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="lengths of chunks (default 8192)")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a microbatch (default 1)")
     parser.add_argument("--dtype", default="bfloat16", help="of q, k and v (default bfloat16)")
@@ -307,7 +308,7 @@ def _tune(options, config) -> int:
         shapes = config_shapes(config)
     elif options.heads:
         sizes = (options.k_dim, options.v_dim, options.dtype, options.batch, options.key_heads)
-        shapes = explicit_shapes(options.heads, options.tokens, *sizes)
+        shapes = explicit_shapes(options.heads, options.tokens, *sizes, num_angles=options.angles)
     else:
         raise ValueError("tune-kernels needs a config, or shapes: --heads 20 --tokens 8192")
     return run(shapes, options.out, options.time_budget)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from stateflow.recurrence import self_check
-from stateflow.recurrence.self_check import Outcome, Problem
+from stateflow.recurrence import mamba3_kernels, self_check
+from stateflow.recurrence.self_check import Checkable, Outcome, Problem
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAMBA3_SIZES = (128, 64, 32)  # N, P and angles, those of every flavor of a paper's size
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _describe_device(device: torch.device) -> str:
     return f"{device} {properties.name}, sm_{properties.major}{properties.minor}, {size:.0f} GiB"
 
 
-def _describe_outcome(problem: Problem, outcome: Outcome) -> list[str]:
+def _describe_outcome(problem: Checkable, outcome: Outcome) -> list[str]:
     lines = []
     for trial in outcome.trials:
         misses = trial.misses(problem.bounds)
@@ -138,6 +139,25 @@ def _describe_outcome(problem: Problem, outcome: Outcome) -> list[str]:
     if outcome.plan is None:
         lines.append("    no plan passed: the PyTorch form runs instead")
     return lines
+
+
+def _gated_delta(
+    device: torch.device, dtype: torch.dtype, heads: int, k_dim: int, v_dim: int
+) -> tuple[Problem, object]:
+    from stateflow_kernels.plans import plan_for
+
+    shape = dict(device=device, dtype=dtype, batch=1, num_tokens=self_check.NUM_TOKENS, num_heads=heads)
+    plan = plan_for("gated_delta_rule", **shape, k_dim=k_dim, v_dim=v_dim)
+    return Problem(device, dtype, heads, heads, k_dim, v_dim, normalize=True, has_docs=True), plan
+
+
+def _mamba3(device: torch.device, dtype: torch.dtype, heads: int) -> tuple[mamba3_kernels.Problem, object]:
+    from stateflow_kernels.plans import plan_for
+
+    shape = dict(device=device, dtype=dtype, batch=1, num_tokens=self_check.NUM_TOKENS, num_heads=heads)
+    sizes = dict(zip(("k_dim", "v_dim", "num_angles"), MAMBA3_SIZES, strict=True))
+    plan = plan_for("mamba3", **shape, **sizes, num_key_heads=1)
+    return mamba3_kernels.Problem(device, dtype, dtype, heads, *MAMBA3_SIZES, has_docs=True), plan
 
 
 def run(heads: int, k_dim: int, v_dim: int, config: Path | None = None, overrides: Sequence[str] = ()) -> int:
@@ -155,29 +175,23 @@ def run(heads: int, k_dim: int, v_dim: int, config: Path | None = None, override
     for entry in entries:
         print(f"  {entry}")
 
-    print("\nself-checks of the gated delta rule, relative errors against float64:")
     devices, failed = _devices(), False
-    if not devices:
-        print("  none: there is no CUDA device, so the kernels cannot run and PyTorch forms do")
-        print("  (TRITON_INTERPRET=1 in the environment checks them, interpreted on the CPU)")
-    for device in devices:
-        print(f"  {_describe_device(device)}")
-        for dtype in DTYPES:
-            problem = Problem(device, dtype, heads, heads, k_dim, v_dim, normalize=True, has_docs=True)
-            plan = plans.plan_for(
-                "gated_delta_rule",
-                device=device,
-                dtype=dtype,
-                batch=1,
-                num_tokens=self_check.NUM_TOKENS,
-                num_heads=heads,
-                k_dim=k_dim,
-                v_dim=v_dim,
-            )
-            print(f"   {problem}")
-            outcome = self_check.run(problem, plan)
-            print("\n".join(_describe_outcome(problem, outcome)), flush=True)
-            failed |= outcome.plan != plan
+    for name, problems in (
+        ("the gated delta rule", lambda device, dtype: _gated_delta(device, dtype, heads, k_dim, v_dim)),
+        ("Mamba-3", lambda device, dtype: _mamba3(device, dtype, heads)),
+    ):
+        print(f"\nself-checks of {name}, relative errors against float64:")
+        if not devices:
+            print("  none: there is no CUDA device, so the kernels cannot run and PyTorch forms do")
+            print("  (TRITON_INTERPRET=1 in the environment checks them, interpreted on the CPU)")
+        for device in devices:
+            print(f"  {_describe_device(device)}")
+            for dtype in DTYPES:
+                problem, plan = problems(device, dtype)
+                print(f"   {problem}")
+                outcome = self_check.run(problem, plan)
+                print("\n".join(_describe_outcome(problem, outcome)), flush=True)
+                failed |= outcome.plan != plan
 
     known = [entry for entry in KNOWN if entry.applies(found)]
     print("\nknown to go wrong with these versions:" + ("" if known else " nothing"))

@@ -17,7 +17,7 @@ import stateflow_kernels.plans
 from stateflow.layers import GatedDeltaNet
 from stateflow.recurrence import gated_delta_kernels, gated_delta_rule, self_check
 from stateflow_kernels.gated_delta_rule import Plan, Tile
-from tests.kernels.kernel_testing import on_devices
+from tests.kernels.kernel_testing import on_devices, only_own_memory
 from tests.recurrence.op_testing import (
     assert_close,
     assert_same_bits,
@@ -294,6 +294,14 @@ def test_no_uninitialised_memory_is_read(device):
         poisoned = run(inputs, docs, backend="triton", use_qk_l2norm_in_kernel=True)
     assert_same_bits(poisoned, run(inputs, docs, backend="triton", use_qk_l2norm_in_kernel=True))
     assert all(x.isfinite().all() for x in poisoned)
+
+
+@pytest.mark.skipif(not stateflow_kernels.primitives.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_no_other_memory_is_touched():
+    torch.manual_seed(0)
+    inputs = make_inputs(1, 66, 1, 2, 24, 40, normalize=True)
+    with only_own_memory():
+        run(inputs, documents(1, 66, rate=0.03), backend="triton", use_qk_l2norm_in_kernel=True)
 
 
 @on_devices

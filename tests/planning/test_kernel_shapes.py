@@ -45,6 +45,20 @@ def test_the_compute_dtype():
     assert of(*low, "--parallelism.data_parallel_shard_degree", "1")[0].dtype == "float32"
 
 
+def test_mamba3():
+    sizes = ("--stateflow.model.num-mamba-heads", "6", "--stateflow.model.mamba-state-dim", "32")
+    sizes += ("--stateflow.model.mamba-head-dim", "40", "--stateflow.model.mamba-num-angles", "8")
+    whole = Shape("mamba3", 6, 1, 32, 40, "float32", 1, 512, 8)
+    assert of("--stateflow.model.pattern", "mamba3", *sizes) == [whole]
+    gdn, mamba3 = of("--stateflow.model.pattern", "gdn,mamba3", *sizes)
+    assert gdn.family == "gated_delta_rule" and mamba3 == whole
+    (shape,) = of("--stateflow.model.pattern", "mamba3", *sizes, "--parallelism.tensor_parallel_degree", "2")
+    assert shape.num_heads == 3
+    assert explicit_shapes([6], [500], 32, 40, "float32", num_angles=8) == [whole]
+    with pytest.raises(ValueError, match="--angles 17: they turn pairs of the N = 32 dimensions, 1 to 16 of them"):
+        explicit_shapes([6], [500], 32, 40, "float32", num_angles=17)
+
+
 def test_explicit_shapes():
     shapes = explicit_shapes([20, 10], [8192, 8000, 100], 128, 64, "float16", key_heads=5)
     assert [(s.num_heads, s.num_key_heads, s.tokens) for s in shapes] == [
@@ -61,7 +75,7 @@ def test_explicit_shapes():
 
 
 def test_refusals(capsys):
-    with pytest.raises(ValueError, match="has no gdn layer"):
+    with pytest.raises(ValueError, match="has no gdn or mamba3 layer"):
         of("--stateflow.model.pattern", "attention")
     with pytest.raises(ValueError, match="uses no kernels"):
         of("--stateflow.kernels", "reference")

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from stateflow.bench.measure import Timing, Turns
-from stateflow.planning import kernel_tuning
+from stateflow.planning import kernel_tuning, mamba3_launches
 from stateflow.planning.kernel_bench import KernelBench, all_tiles, compile_jobs
 from stateflow.planning.kernel_launches import EPS, KERNELS, Launches, random_inputs
 from stateflow.planning.kernel_tuning import BACKWARDS, CUTS, candidate_tiles, groups_of, tune
 from stateflow_kernels import gated_delta_rule as kernels
+from stateflow_kernels import mamba3_rule
 from stateflow_kernels.gated_delta_rule import Plan, Tile, default_plan
 from stateflow_kernels.plan_table import Environment, Shape, load
 from tests.kernels.kernel_testing import on_devices
@@ -173,6 +174,43 @@ def test_each_launch_does_what_the_operation_does(device):
 
 
 @on_devices
+def test_each_launch_of_mamba3_does_what_the_operation_does(device):
+    shape = Shape("mamba3", 1, 1, 16, 24, "float16", 1, 70, 4)
+    plan = mamba3_rule.default_plan(16, 24, torch.float16)
+    launches = mamba3_launches.Launches(shape, shape.tokens, torch.device(device), fill=plan)
+    call = mamba3_launches.Call(shape, shape.tokens, torch.device(device))
+    outputs = call.forward(plan)
+    assert torch.equal(launches.y, outputs[0])
+    grads = zip(launches.finish(), call.backward(plan, outputs), strict=True)
+    assert all(torch.equal(actual, expected) for actual, expected in grads)
+
+
+def test_a_search_for_mamba3(tmp_path):
+    class Mamba3Bench(FakeBench):
+        def check(self, plan):
+            self.checked.append(plan)
+
+        def time_forward(self, plan):
+            return self.timing(3.0 - self.gains.get(plan.cuts, 0.0))
+
+        def time_backward(self, plan):
+            return self.timing(3.0 - self.gains.get(plan.overlap_backward, 0.0))
+
+    shape = Shape("mamba3", 80, 1, 128, 64, "bfloat16", 1, 8192, 32)
+    default = mamba3_rule.default_plan(128, 64, torch.bfloat16)
+    best = {"scan": Tile(64, 4, 4), "key_gradients": Tile(64, 8, 2)}
+    bench = Mamba3Bench({item: 0.5 for item in best.items()}, {CUTS[1]: 0.4, True: 0.3})
+    (entry,) = tune([shape], lambda _: bench, lambda _: default, HERE, tmp_path / "t.json", 1e9, str, bench.clock)
+    assert entry.plan == replace(default, **best, cuts=CUTS[1], overlap_backward=True)
+    assert load(tmp_path / "t.json").entries == (entry,)
+    # What leaves or takes sums over blocks of columns has one width, whatever the length.
+    for kernel in ("scan_backward", "query_gradients", "key_gradients"):
+        assert {tile.block_v for tile in candidate_tiles(kernel, shape, getattr(default, kernel))} == {
+            getattr(default, kernel).block_v
+        }
+
+
+@on_devices
 def test_the_check_finds_what_is_wrong(device, monkeypatch):
     monkeypatch.setattr("stateflow.planning.kernel_bench.CHECK_TOKENS", 70)
     bench = KernelBench(SMALL, torch.device(device), Turns(None))
@@ -205,14 +243,19 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("family", ["gated_delta_rule", "mamba3"])
+def test_on_a_gpu(tmp_path, monkeypatch, family):
     from stateflow_kernels import plans
 
     monkeypatch.setattr(kernel_tuning, "_PARALLEL", kernel_tuning._PARALLEL[:2])
     monkeypatch.setattr(kernel_tuning, "_WALK", kernel_tuning._WALK[:2])
     monkeypatch.setattr(kernel_tuning, "_WALK_BACK", kernel_tuning._WALK_BACK[:2])
     monkeypatch.setenv(plans.VARIABLE, str(tmp_path / "table.json"))
+    monkeypatch.setattr(kernel_tuning, "_SCAN", kernel_tuning._SCAN[:2])
+    monkeypatch.setattr(kernel_tuning, "_SCAN_LAUNCHES", kernel_tuning._SCAN_LAUNCHES[:2])
     shape = replace(SHAPE, num_heads=4, num_key_heads=2, k_dim=64, v_dim=64, tokens=1024)
+    if family == "mamba3":
+        shape = replace(shape, family=family, num_key_heads=1, num_angles=16)
     assert kernel_tuning.run([shape], None, 200.0) == 0
     (entry,) = load(tmp_path / "table.json").entries
     assert entry.shape == shape and entry.evidence["complete"] and entry.evidence["forward_ms"] > 0

@@ -42,7 +42,7 @@ REFUSED = {
     "--stateflow.model.pattern=gdn,mamba": "pattern = 'mamba'",
     "--stateflow.model.dim=0": "dim = 0",
     "--stateflow.model.mamba-num-angles=5": "mamba_num_angles = 5",
-    "--stateflow.kernels=triton --stateflow.model.pattern=mamba3": "does not fit the mamba3 layers: there are none",
+    "--stateflow.kernels=triton --stateflow.model.pattern=mamba3": "does not fit the mamba3 layers, with N = mam",
     "--model.flavor=huge": "flavor = 'huge' is unknown; choose one of",
     "--parallelism.pipeline_parallel_degree=5": "above the model's 4 layers; use at most 4",
     "--parallelism.tensor_parallel_degree=4": "tensor_parallel_degree = 4 does not divide the model's num_heads = 2",

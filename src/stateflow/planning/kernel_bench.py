@@ -12,11 +12,12 @@ from functools import cached_property
 import torch
 
 from stateflow.bench.measure import Call, Timing, Turns, misses, relative_l2, time_call
-from stateflow.planning.kernel_launches import EPS, Launches, random_inputs
-from stateflow.recurrence.self_check import BOUNDS_16_BITS, BOUNDS_FLOAT32, NAMES
-from stateflow_kernels import gated_delta_rule as kernels
-from stateflow_kernels.gated_delta_rule import Plan, Tile
+from stateflow.planning import kernel_launches, mamba3_launches
+from stateflow_kernels.gated_delta_rule import Tile
 from stateflow_kernels.plan_table import Shape
+
+# By family: `Call` is the whole operation, `Launches` its kernels one at a time.
+MODULES = {"gated_delta_rule": kernel_launches, "mamba3": mamba3_launches}
 
 Pair = tuple[str, Tile]
 Job = tuple[Shape, str, Tile]
@@ -38,7 +39,7 @@ class KernelBench:
     def __init__(self, shape: Shape, device: torch.device, turns: Turns, workers: int | None = None):
         self.shape, self.device, self.turns = shape, device, turns
         self.workers = workers or default_workers()
-        self.scale = shape.k_dim**-0.5
+        self.module = MODULES[shape.family]
 
     def compile(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, str]:
         """In processes of their own: what Triton caches on disk is there for this one, too."""
@@ -47,34 +48,27 @@ class KernelBench:
         return {job[1:]: reason for job, reason in failures.items()}
 
     @cached_property
-    def _problem(self):
-        from stateflow.recurrence.gated_delta_kernels import chunk_form, chunk_form_backward
+    def _checked(self):
+        call = self.module.Call(self.shape, CHECK_TOKENS, self.device)
+        return call, [x.to(self.device) for x in call.expected()]
 
-        inputs, grads = random_inputs(self.shape, CHECK_TOKENS, self.device)
-        exact, exact_grads = ([x.cpu().double() for x in xs] for xs in (inputs, grads))
-        expected = chunk_form(*exact, None, self.scale, EPS)
-        expected += chunk_form_backward(*exact_grads, *exact, None, self.scale, EPS)
-        return inputs, grads, [x.to(self.device) for x in expected]
-
-    def check(self, plan: Plan) -> str | None:
-        inputs, grads, expected = self._problem
-        options = (self.scale, EPS, plan)
+    def check(self, plan) -> str | None:
+        call, expected = self._checked
         try:
-            o, state, solve = kernels.forward(*inputs, None, *options)
-            results = [o, state, *kernels.backward(*grads, *inputs, None, solve, *options)]
+            results = call.results(plan)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # not the plan's fault, and after the second nothing runs any more
         except Exception as error:  # the compiler's errors have no common type
             return _last_line(error)
-        errors = {n: relative_l2(x, y) for n, x, y in zip(NAMES, results, expected, strict=True)}
-        missed = misses(errors, BOUNDS_FLOAT32 if self.shape.dtype == "float32" else BOUNDS_16_BITS)
+        errors = {n: relative_l2(x, y) for n, x, y in zip(call.bounds, results, expected, strict=True)}
+        missed = misses(errors, call.bounds)
         return f"wrong: {', '.join(missed)}" if missed else None
 
-    def prepare(self, shape: Shape, plan: Plan) -> None:
+    def prepare(self, shape: Shape, plan) -> None:
         self._launches = self._call = None  # frees the last shape's buffers first
         torch.cuda.empty_cache()
-        self._launches = Launches(shape, shape.tokens, self.device, fill=plan)
-        self._call = random_inputs(shape, shape.tokens, self.device)
+        self._launches = self.module.Launches(shape, shape.tokens, self.device, fill=plan)
+        self._call = self.module.Call(shape, shape.tokens, self.device)
 
     def _time(self, call: Call, ahead_ms: float = 0.0) -> Timing:
         with self.turns.measuring():
@@ -84,14 +78,12 @@ class KernelBench:
         launch = self._launches.by_name[kernel]
         return self._time(lambda: launch(tile), ahead_ms=0.4)
 
-    def time_forward(self, plan: Plan) -> Timing:
-        inputs, _ = self._call
-        return self._time(lambda: kernels.forward(*inputs, None, self.scale, EPS, plan), AHEAD_MS)
+    def time_forward(self, plan) -> Timing:
+        return self._time(lambda: self._call.forward(plan), AHEAD_MS)
 
-    def time_backward(self, plan: Plan) -> Timing:
-        inputs, grads = self._call
-        solve = kernels.forward(*inputs, None, self.scale, EPS, plan)[2]
-        return self._time(lambda: kernels.backward(*grads, *inputs, None, solve, self.scale, EPS, plan), AHEAD_MS)
+    def time_backward(self, plan) -> Timing:
+        outputs = self._call.forward(plan)
+        return self._time(lambda: self._call.backward(plan, outputs), AHEAD_MS)
 
 
 def _last_line(error: Exception) -> str:
@@ -140,7 +132,7 @@ def compile_jobs(jobs: Sequence[Job], device: torch.device, workers: int, second
 
 def _compile(jobs: Sequence[Job], device: str, following, reports) -> None:
     torch.set_num_threads(1)
-    launches: dict[Shape, Launches] = {}
+    launches: dict[Shape, object] = {}
     while True:
         with following.get_lock():
             index = following.value
@@ -151,7 +143,7 @@ def _compile(jobs: Sequence[Job], device: str, following, reports) -> None:
         reports.put(("start", index, None))
         try:
             if shape not in launches:
-                launches[shape] = Launches(shape, COMPILE_TOKENS, torch.device(device))
+                launches[shape] = MODULES[shape.family].Launches(shape, COMPILE_TOKENS, torch.device(device))
             launches[shape].by_name[kernel](tile)
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
@@ -163,6 +155,6 @@ def _compile(jobs: Sequence[Job], device: str, following, reports) -> None:
             reports.put(("end", index, None))
 
 
-def all_tiles(plans: Sequence[Plan]) -> list[Pair]:
+def all_tiles(plans: Sequence) -> list[Pair]:
     """The tiles of some plans with the kernels that have them, each once."""
     return list(dict.fromkeys((n, t) for plan in plans for n, t in vars(plan).items() if isinstance(t, Tile)))

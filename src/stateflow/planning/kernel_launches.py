@@ -8,7 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from stateflow.recurrence import self_check
 from stateflow_kernels import gated_delta, gated_delta_backward
+from stateflow_kernels import gated_delta_rule as kernels
 from stateflow_kernels.gated_delta_rule import CHUNK, Plan, Tile, _Prepared, _Problem
 from stateflow_kernels.plan_table import Shape
 
@@ -42,6 +44,34 @@ def random_inputs(
     g, beta = -0.1 * uniform(*tokens, heads), uniform(*tokens, heads)
     state, grad_state = 0.3 * normal(*states), normal(*states)
     return [q, k, v, g, beta, state], [grad_o, grad_state]
+
+
+class Call:
+    """The whole operation on random inputs, as `kernel_bench` asks for it."""
+
+    def __init__(self, shape: Shape, num_tokens: int, device: torch.device):
+        self.inputs, self.grads = random_inputs(shape, num_tokens, device)
+        self.options = (shape.k_dim**-0.5, EPS)
+        self.bounds = self_check.BOUNDS_FLOAT32 if shape.dtype == "float32" else self_check.BOUNDS_16_BITS
+
+    def forward(self, plan: Plan) -> tuple[Tensor, ...]:
+        return kernels.forward(*self.inputs, None, *self.options, plan)
+
+    def backward(self, plan: Plan, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return kernels.backward(*self.grads, *self.inputs, None, outputs[2], *self.options, plan)
+
+    def results(self, plan: Plan) -> list[Tensor]:
+        """In the order of the bounds."""
+        outputs = self.forward(plan)
+        return [*outputs[:2], *self.backward(plan, outputs)]
+
+    def expected(self) -> list[Tensor]:
+        """The same by the chunk form in float64."""
+        from stateflow.recurrence.gated_delta_kernels import chunk_form, chunk_form_backward
+
+        exact, exact_grads = ([x.cpu().double() for x in xs] for xs in (self.inputs, self.grads))
+        outputs = chunk_form(*exact, None, *self.options)
+        return [*outputs, *chunk_form_backward(*exact_grads, *exact, None, *self.options)]
 
 
 class Launches:

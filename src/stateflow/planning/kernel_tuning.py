@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Protocol
 
 from stateflow.bench.measure import Timing, Turns
+from stateflow.planning import mamba3_launches
 from stateflow.planning.kernel_launches import KERNELS
 from stateflow_kernels.gated_delta_rule import Plan, Tile
+from stateflow_kernels.mamba3_rule import Mamba3Plan
 from stateflow_kernels.plan_table import Entry, Environment, Shape, save
 
 Say = Callable[[str], None]
+AnyPlan = Plan | Mamba3Plan
 SECONDS_A_GROUP, SECONDS_A_SHAPE = 120.0, 30.0
 
-WALKS = ("transition", "transition_backward")
 # No loop without a load pipeline, see `default_plan`.
 _PARALLEL = ((64, 4, 2), (128, 4, 2), (32, 4, 2), (64, 8, 2), (128, 8, 2), (64, 4, 3))
 # These sum over the blocks of V: one width for all lengths, or a cut sequence would not have the bits of a whole one.
@@ -43,13 +45,55 @@ BACKWARDS = tuple(dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((
 BESIDE = 3  # so many of the fastest tiles of a walk are also tried beside other kernels
 
 
+# Mamba-3's. The scans move states, a few columns of N at a time; the backward one leaves sums for each block of them.
+_SCAN = tuple((columns, warps, stages) for columns in (16, 32, 64) for warps in (2, 4) for stages in (3, 4, 6))
+_SCAN_LAUNCHES = tuple((0, warps, stages) for warps in (2, 4, 8) for stages in (2, 3, 4, 6))
+_LAUNCHES = ((0, 4, 2), (0, 8, 2), (0, 4, 3))
+
+
+@dataclass(frozen=True)
+class Family:
+    """What there is to choose for an operation.
+
+    Attributes:
+        kernels: the names of their tiles in the plan.
+        candidates: by kernel the tiles worth a try, (columns, warps, stages); 0 columns: as many as the default has.
+        walks: the kernels that go through the chunks in order, of the forward and of the backward.
+        backwards: what may run beside what in the backward.
+    """
+
+    kernels: tuple[str, ...]
+    candidates: Callable[[str], tuple[tuple[int, int, int], ...]]
+    walks: tuple[str, str]
+    backwards: tuple[dict, ...]
+
+
+def _gated_delta_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
+    walks = {"transition": _WALK, "transition_backward": _WALK_BACK}
+    return walks.get(kernel, _SUMMING if kernel in _SUMS else _PARALLEL)
+
+
+def _mamba3_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
+    walks = {"scan": _SCAN, "scan_backward": _SCAN_LAUNCHES}
+    return walks.get(kernel, _LAUNCHES if kernel.endswith("_gradients") else _PARALLEL)
+
+
+FAMILIES = {
+    "gated_delta_rule": Family(KERNELS, _gated_delta_candidates, ("transition", "transition_backward"), BACKWARDS),
+    "mamba3": Family(
+        mamba3_launches.KERNELS, _mamba3_candidates, ("scan", "scan_backward"), (dict(overlap_backward=True),)
+    ),
+}
+
+
 def candidate_tiles(kernel: str, shape: Shape, default: Tile) -> list[Tile]:
     """The default first, then those worth a try for heads of this width."""
-    table = {"transition": _WALK, "transition_backward": _WALK_BACK}.get(
-        kernel, _SUMMING if kernel in _SUMS else _PARALLEL
-    )
-    widest = max(16, 1 << (shape.v_dim - 1).bit_length())
-    return list(dict.fromkeys([default, *(Tile(*values) for values in table if values[0] <= widest)]))
+    found = [default]
+    for columns, *launch in FAMILIES[shape.family].candidates(kernel):
+        widest = max(16, 1 << ((shape.k_dim if kernel == "scan" else shape.v_dim) - 1).bit_length())
+        if columns <= widest:
+            found.append(Tile(columns or default.block_v, *launch))
+    return list(dict.fromkeys(found))
 
 
 class Bench(Protocol):
@@ -58,17 +102,17 @@ class Bench(Protocol):
     def compile(self, tiles: Sequence[tuple[str, Tile]], seconds: float) -> Mapping[tuple[str, Tile], str]:
         """Compiles (kernel, tile) pairs within about this time; returns those that cannot be used, and why."""
 
-    def check(self, plan: Plan) -> str | None:
+    def check(self, plan: AnyPlan) -> str | None:
         """Why this plan is not right, compared with float64; None if it is."""
 
-    def prepare(self, shape: Shape, plan: Plan) -> None:
+    def prepare(self, shape: Shape, plan: AnyPlan) -> None:
         """What follows is timed for this shape."""
 
     def time_kernel(self, kernel: str, tile: Tile) -> Timing: ...
 
-    def time_forward(self, plan: Plan) -> Timing: ...
+    def time_forward(self, plan: AnyPlan) -> Timing: ...
 
-    def time_backward(self, plan: Plan) -> Timing: ...
+    def time_backward(self, plan: AnyPlan) -> Timing: ...
 
 
 class OutOfTime(Exception):
@@ -80,17 +124,18 @@ class Search:
     """The search for the shapes of one bench. `clock` tells seconds, `deadline` is when to stop."""
 
     bench: Bench
-    default: Plan
+    default: AnyPlan
     say: Say = print
     clock: Callable[[], float] = time.monotonic
     deadline: float = float("inf")
 
     def __post_init__(self) -> None:
-        self.verdicts: dict[Plan, str | None] = {}
+        self.verdicts: dict[AnyPlan, str | None] = {}
 
     def compile(self, shape: Shape) -> dict[str, list[Tile]]:
         """The candidates of each kernel that compile and are right."""
-        candidates = {name: candidate_tiles(name, shape, getattr(self.default, name)) for name in KERNELS}
+        kernels = FAMILIES[shape.family].kernels
+        candidates = {name: candidate_tiles(name, shape, getattr(self.default, name)) for name in kernels}
         # The default's first, then the other kernels' second candidates and so on: useful wherever the time ends.
         rounds = itertools.zip_longest(*([(name, tile) for tile in tiles] for name, tiles in candidates.items()))
         pairs = [pair for batch in rounds for pair in batch if pair is not None]
@@ -111,7 +156,7 @@ class Search:
                     self.say(f"  {name} {_short(tile)} dropped: {reason}")
         return usable
 
-    def verdict(self, plan: Plan) -> str | None:
+    def verdict(self, plan: AnyPlan) -> str | None:
         if plan not in self.verdicts:
             self.verdicts[plan] = self.bench.check(plan)
         return self.verdicts[plan]
@@ -122,10 +167,10 @@ class Search:
         evidence = {"date": datetime.date.today().isoformat(), "complete": True}
         plan, fastest = self.default, {}
         try:
-            for name in KERNELS:
+            for name in FAMILIES[shape.family].kernels:
                 fastest[name] = self._kernel(name, usable[name], evidence)
                 plan = replace(plan, **{name: fastest[name][0]})
-            plan = self._whole(self._checked(plan), fastest)
+            plan = self._whole(FAMILIES[shape.family], self._checked(plan), fastest)
         except OutOfTime:
             evidence["complete"] = False
             self.say("  the time is over: the rest stays at the default")
@@ -151,19 +196,18 @@ class Search:
         evidence.setdefault("kernels_ms", {})[name] = {_short(t): round(times[t].median, 4) for t in order[:4]}
         return order
 
-    def _whole(self, serial: Plan, fastest: Mapping[str, Sequence[Tile]]) -> Plan:
+    def _whole(self, family: Family, serial: AnyPlan, fastest: Mapping[str, Sequence[Tile]]) -> AnyPlan:
         """Forward and backward by themselves: each with what runs beside what, and the tiles of its walk for that."""
-        forward = [dict(cuts=cuts, transition=tile) for cuts in CUTS for tile in fastest["transition"][:BESIDE]]
+        walk, walk_back = family.walks
+        forward = [{"cuts": cuts, walk: tile} for cuts in CUTS for tile in fastest[walk][:BESIDE]]
         plan = self._options("forward", serial, forward, self.bench.time_forward)
         # ST of the backward's replay has the forward's tile.
-        backward = [
-            dict(**options, transition_backward=tile)
-            for options in BACKWARDS
-            for tile in fastest["transition_backward"][:BESIDE]
-        ]
+        backward = [options | {walk_back: tile} for options in family.backwards for tile in fastest[walk_back][:BESIDE]]
         return self._options("backward", plan, backward, self.bench.time_backward)
 
-    def _options(self, name: str, serial: Plan, options: Sequence[dict], time_plan: Callable[[Plan], Timing]) -> Plan:
+    def _options(
+        self, name: str, serial: AnyPlan, options: Sequence[dict], time_plan: Callable[[AnyPlan], Timing]
+    ) -> AnyPlan:
         best, best_time = serial, time_plan(serial)
         serial_time = best_time
         for option in options:
@@ -181,19 +225,19 @@ class Search:
             if best is serial
             else f"cuts {best.cuts}"
             if name == "forward"
-            else (f"cuts {best.backward_cuts}, overlap {best.overlap_backward}")
+            else f"cuts {getattr(best, 'backward_cuts', ())}, overlap {best.overlap_backward}"
         )
         self.say(f"  {name}: serial {serial_time.median:.3f} ms, best {best_time.median:.3f} ms ({what})")
         return best
 
-    def _checked(self, plan: Plan) -> Plan:
+    def _checked(self, plan: AnyPlan) -> AnyPlan:
         reason = self.verdict(plan)
         if reason is None:
             return plan
         self.say(f"  the kernels together are not right ({reason}): the default stays")
         return self.default
 
-    def _entry(self, shape: Shape, plan: Plan, evidence: dict) -> Entry:
+    def _entry(self, shape: Shape, plan: AnyPlan, evidence: dict) -> Entry:
         """Timed once more as a whole: the default stays where the plan is not faster."""
         plan = self._checked(plan)
         default = tuned = self.bench.time_forward(self.default), self.bench.time_backward(self.default)
@@ -229,7 +273,7 @@ def groups_of(shapes: Sequence[Shape]) -> list[list[Shape]]:
 def tune(
     shapes: Sequence[Shape],
     make_bench: Callable[[Shape], Bench],
-    default_for: Callable[[Shape], Plan],
+    default_for: Callable[[Shape], AnyPlan],
     environment: Environment,
     out: Path,
     seconds: float,
@@ -274,9 +318,9 @@ def run(shapes: Sequence[Shape], out: Path | None, seconds: float | None, turns:
     if path.exists():
         save(path, environment, [])  # refuses now, not after the measurements
 
-    def default_for(shape: Shape) -> Plan:
+    def default_for(shape: Shape) -> AnyPlan:
         dtype = getattr(torch, shape.dtype)
-        return plans.fallback_plan(device, dtype, shape.k_dim, shape.v_dim)
+        return plans.fallback_plan(device, dtype, shape.k_dim, shape.v_dim, shape.family)
 
     if seconds is None:
         seconds = SECONDS_A_GROUP * len(groups_of(shapes)) + SECONDS_A_SHAPE * len(shapes)

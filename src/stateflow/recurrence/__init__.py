@@ -4,7 +4,7 @@ All are `torch.library` operations with fake implementations, so that torch.comp
 activation checkpointing sees them. `backends` says which forms there are and which one runs.
 """
 
-from . import gated_delta_kernels  # noqa: F401  registers its operations
+from . import gated_delta_kernels, mamba3_kernels  # noqa: F401  register their operations
 from .attention import prefix_attention
 from .delta_gates import delta_gates
 from .gated_delta import gated_delta_rule

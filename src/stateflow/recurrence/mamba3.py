@@ -468,9 +468,26 @@ def _check(
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
 
 
-def kernel_misfit() -> str | None:
-    """Why the Triton kernels cannot take a problem, whatever its device; None if they can."""
-    return "there are none for Mamba-3"
+def kernel_size_misfit(n_dim: int, p_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Why the Triton kernels cannot take heads of these sizes; None if they can."""
+    if dtype == torch.float32 and n_dim > 128:
+        return f"N must be at most 128 in float32, whose tiles need more shared memory; it is {n_dim}"
+    for name, size in (("N", n_dim), ("P", p_dim)):
+        if size % 8 or not 16 <= size <= 256:
+            nearest = min(256, max(16, -(-size // 8) * 8))
+            return f"{name} must be a multiple of 8 from 16 to 256, it is {size} (the nearest is {nearest})"
+    return None
+
+
+def _kernel_misfit(inputs: Inputs, chunk_size: int) -> str | None:
+    """Why the Triton kernels cannot take these arguments, whatever their device; None if they can."""
+    dtypes = [x.dtype for x in inputs[:4]]
+    if len(set(dtypes)) > 1:
+        names = ", ".join(map(str, dtypes))
+        return f"x, z, B and C must have one type, not {names}: cast them to {inputs.x.dtype}"
+    if chunk_size != KERNEL_CHUNK:
+        return f"they take {KERNEL_CHUNK} tokens at once, chunk_size is {chunk_size}"
+    return kernel_size_misfit(inputs.B.shape[2], inputs.x.shape[3], inputs.x.dtype)
 
 
 def mamba3(
@@ -529,7 +546,8 @@ def mamba3(
             each token's document; negative where it lies before this call.
         norm_eps, A_floor: as above.
         chunk_size: tokens that are computed at once. Cutting a sequence at multiples of it gives the same bits.
-        backend: see `backends`.
+        backend: see `backends`. The kernels take x, z, B and C of one type, chunk_size 64, and N and P that are
+            multiples of 8 from 16 to 256 (N at most 128 in float32).
 
     All inputs by token may have 16 bits, everything is computed in at least float32.
 
@@ -548,6 +566,8 @@ def mamba3(
         theta_BHR, state_BHNP, k_last_BHN, v_last_BHP,
     )  # fmt: skip
     _check(*tensors, chunk_size)
-    if choose("mamba3", backend, *tensors, misfit=kernel_misfit()) == "reference":
+    form = choose("mamba3", backend, *tensors, misfit=_kernel_misfit(Inputs(*tensors), chunk_size))
+    if form == "reference":
         return reference.mamba3(*tensors, doc_start_BT, norm_eps, A_floor)
-    return _mamba3(*tensors, doc_start_BT, float(norm_eps), float(A_floor), chunk_size)
+    operation = torch.ops.stateflow.mamba3_triton if form == "triton" else torch.ops.stateflow.mamba3
+    return operation(*tensors, doc_start_BT, float(norm_eps), float(A_floor), chunk_size)

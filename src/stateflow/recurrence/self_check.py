@@ -12,7 +12,9 @@ operations, never while they are traced; a CUDA graph capture must find its resu
 import dataclasses
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,9 +32,35 @@ BOUNDS_FLOAT32 = dict(zip(NAMES, (1e-5, 1e-5, 2e-5, 2e-5, 2e-5, 5e-5, 5e-5, 2e-5
 CHECKED_DEVICES = ("cuda",)
 
 
+class Checkable(Protocol):
+    """What kernels are compiled for, sizes, type and options, and how they run there. Lengths do not matter to them."""
+
+    device: torch.device
+
+    @property
+    def kernels(self) -> str:
+        """Whose they are, for people."""
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """By output and gradient, in the order of `expected` and `launch`: the largest relative L2 error."""
+
+    def fallback_plan(self):
+        """The plan that fits any shape on the device."""
+
+    def example(self) -> tuple[list[Tensor | None], list[Tensor]]:
+        """On the CPU, in the types that the kernels get: inputs, and gradients of the outputs."""
+
+    def expected(self, inputs: list[Tensor | None], grads: list[Tensor]) -> list[Tensor]:
+        """The outputs and gradients by the chunk form, for inputs and gradients in float64."""
+
+    def launch(self, inputs: list[Tensor | None], grads: list[Tensor], plan) -> list[Tensor]:
+        """The same by the kernels, on the device."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """What the kernels are compiled for: sizes, type and options. Lengths do not matter to them."""
+    """The gated delta rule's, see `Checkable`."""
 
     device: torch.device
     dtype: torch.dtype
@@ -53,8 +81,46 @@ class Problem:
         )
 
     @property
+    def kernels(self) -> str:
+        return "the gated delta rule"
+
+    @property
     def bounds(self) -> dict[str, float]:
         return BOUNDS_FLOAT32 if self.dtype == torch.float32 else BOUNDS_16_BITS
+
+    def fallback_plan(self):
+        from stateflow_kernels.plans import fallback_plan
+
+        return fallback_plan(self.device, self.dtype, self.k_dim, self.v_dim)
+
+    def example(self) -> tuple[list[Tensor | None], list[Tensor]]:
+        normal, uniform = random_numbers()
+        batch = example_batch(self.batch, self.num_heads)
+        heads, k_dim, v_dim = self.num_heads, self.k_dim, self.v_dim
+        q, k = (normal(batch, NUM_TOKENS, self.num_key_heads, k_dim) for _ in range(2))
+        if not self.normalize:
+            q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+        v, grad_o = (normal(batch, NUM_TOKENS, heads, v_dim).to(self.dtype) for _ in range(2))
+        g, beta = -uniform(batch, NUM_TOKENS, heads), uniform(batch, NUM_TOKENS, heads)
+        state, grad_state = (normal(batch, heads, k_dim, v_dim) for _ in range(2))
+        doc_start = example_documents(batch) if self.has_docs else None
+        return [q.to(self.dtype), k.to(self.dtype), v, g, beta, state, doc_start], [grad_o, grad_state]
+
+    def _options(self) -> tuple[float, float | None]:
+        return self.k_dim**-0.5, EPS if self.normalize else None
+
+    def expected(self, inputs: list[Tensor | None], grads: list[Tensor]) -> list[Tensor]:
+        from .gated_delta_kernels import chunk_form, chunk_form_backward
+
+        options = self._options()
+        return [*chunk_form(*inputs, *options), *chunk_form_backward(*grads, *inputs, *options)]
+
+    def launch(self, inputs: list[Tensor | None], grads: list[Tensor], plan) -> list[Tensor]:
+        from stateflow_kernels import gated_delta_rule as kernels
+
+        options = (*self._options(), plan)
+        output, state, solve = kernels.forward(*inputs, *options)
+        return [output, state, *kernels.backward(*grads, *inputs, solve, *options)]
 
 
 @dataclass(frozen=True)
@@ -84,11 +150,11 @@ class Outcome:
     trials: tuple[Trial, ...]
 
 
-_outcomes: dict[tuple[Problem, object], Outcome] = {}
+_outcomes: dict[tuple[Checkable, object], Outcome] = {}
 _lock = threading.Lock()
 
 
-def checked_plan(problem: Problem, plan):
+def checked_plan(problem: Checkable, plan):
     """The first of `plan` and the safe plans that passes, or None: the chunk form must run.
 
     Raises:
@@ -112,11 +178,9 @@ def checked_plan(problem: Problem, plan):
     return outcome.plan
 
 
-def safe_plans(problem: Problem, plan) -> list:
+def safe_plans(problem: Checkable, plan) -> list:
     """`plan`, then the default one, then one of small tiles and short load pipelines."""
-    from stateflow_kernels.plans import fallback_plan
-
-    default = fallback_plan(problem.device, problem.dtype, problem.k_dim, problem.v_dim)
+    default = problem.fallback_plan()
     values = {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
     tiles = {
         name: dataclasses.replace(value, block_v=min(16, value.block_v), num_stages=2)
@@ -126,10 +190,10 @@ def safe_plans(problem: Problem, plan) -> list:
     return list(dict.fromkeys([plan, default, dataclasses.replace(default, **tiles)]))
 
 
-def run(problem: Problem, plan) -> Outcome:
+def run(problem: Checkable, plan) -> Outcome:
     """Tries plans until one passes."""
-    inputs, grads = _inputs(problem)
-    expected = _expected(problem, inputs, grads)
+    inputs, grads = problem.example()
+    expected = problem.expected(*([_to_float64(x) for x in xs] for xs in (inputs, grads)))
     trials = []
     for candidate in safe_plans(problem, plan):
         trial = _try(problem, candidate, inputs, grads, expected)
@@ -139,7 +203,7 @@ def run(problem: Problem, plan) -> Outcome:
     return Outcome(None, tuple(trials))
 
 
-def _log(problem: Problem, outcome: Outcome) -> None:
+def _log(problem: Checkable, outcome: Outcome) -> None:
     missed = [(trial, trial.misses(problem.bounds)) for trial in outcome.trials]
     missed = [(trial, misses) for trial, misses in missed if misses]
     if not missed:
@@ -147,69 +211,40 @@ def _log(problem: Problem, outcome: Outcome) -> None:
     instead = "the chunk form in PyTorch runs instead" if outcome.plan is None else f"{outcome.plan} runs instead"
     for trial, misses in missed:
         logger.warning(
-            "Triton kernels of the gated delta rule (%s) failed their self-check with %s: %s",
-            *(problem, trial.plan, ", ".join(misses)),
+            "Triton kernels of %s (%s) failed their self-check with %s: %s",
+            *(problem.kernels, problem, trial.plan, ", ".join(misses)),
         )
-    logger.warning("Triton kernels of the gated delta rule (%s): %s", problem, instead)
+    logger.warning("Triton kernels of %s (%s): %s", problem.kernels, problem, instead)
 
 
-def _inputs(problem: Problem) -> tuple[list[Tensor | None], list[Tensor]]:
-    """On the CPU, in the types that the kernels get: the seven inputs, and gradients of o and state."""
-    # Whatever the defaults of the program are.
+def random_numbers() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Normal and uniform float32 numbers of a shape on the CPU, whatever the defaults of the program are."""
     options = dict(generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
+    return lambda *shape: torch.randn(shape, **options), lambda *shape: torch.rand(shape, **options)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, **options)
 
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, **options)
+def example_batch(batch: int, num_heads: int) -> int:
+    return batch if batch * num_heads <= MOST_HEADS else 1
 
-    batch = problem.batch if problem.batch * problem.num_heads <= MOST_HEADS else 1
-    heads, k_dim, v_dim = problem.num_heads, problem.k_dim, problem.v_dim
-    q, k = (normal(batch, NUM_TOKENS, problem.num_key_heads, k_dim) for _ in range(2))
-    if not problem.normalize:
-        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-    v, grad_o = (normal(batch, NUM_TOKENS, heads, v_dim).to(problem.dtype) for _ in range(2))
-    g, beta = -uniform(batch, NUM_TOKENS, heads), uniform(batch, NUM_TOKENS, heads)
-    state, grad_state = (normal(batch, heads, k_dim, v_dim) for _ in range(2))
-    doc_start = None
-    if problem.has_docs:
-        # One document from before the call, which ends inside a kernel chunk, then two more.
-        starts = [-3] * 40 + [40] * 65 + [105] * (NUM_TOKENS - 105)
-        doc_start = torch.tensor([starts] * batch, dtype=torch.int64, device="cpu")
-    return [q.to(problem.dtype), k.to(problem.dtype), v, g, beta, state, doc_start], [grad_o, grad_state]
+
+def example_documents(batch: int) -> Tensor:
+    """One document from before the call, which ends inside a kernel chunk, then two more."""
+    starts = [-3] * 40 + [40] * 65 + [105] * (NUM_TOKENS - 105)
+    return torch.tensor([starts] * batch, dtype=torch.int64, device="cpu")
 
 
 def _to_float64(x: Tensor | None) -> Tensor | None:
     return x.double() if x is not None and x.is_floating_point() else x
 
 
-def _expected(problem: Problem, inputs: list[Tensor | None], grads: list[Tensor]) -> list[Tensor]:
-    from .gated_delta_kernels import chunk_form, chunk_form_backward
-
-    inputs, grads = [_to_float64(x) for x in inputs], [_to_float64(x) for x in grads]
-    options = (problem.k_dim**-0.5, EPS if problem.normalize else None)
-    return [*chunk_form(*inputs, *options), *_in_order(chunk_form_backward(*grads, *inputs, *options))]
-
-
-def _in_order(grads) -> list[Tensor]:
-    """The gradients as `NAMES` has them."""
-    grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state = grads
-    return [grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state]
-
-
-def _try(problem: Problem, plan, inputs, grads, expected: list[Tensor]) -> Trial:
-    from stateflow_kernels import gated_delta_rule as kernels
-
-    options = (problem.k_dim**-0.5, EPS if problem.normalize else None, plan)
+def _try(problem: Checkable, plan, inputs, grads, expected: list[Tensor]) -> Trial:
     inputs = [None if x is None else x.to(problem.device) for x in inputs]
     grads = [x.to(problem.device) for x in grads]
     try:
-        output, state, solve = kernels.forward(*inputs, *options)
-        results = [output, state, *_in_order(kernels.backward(*grads, *inputs, solve, *options))]
+        results = problem.launch(inputs, grads, plan)
         errors = {
             name: _relative_error(result, reference)
-            for name, result, reference in zip(NAMES, results, expected, strict=True)
+            for name, result, reference in zip(problem.bounds, results, expected, strict=True)
         }
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # these say nothing about the plan, and after the second nothing runs any more

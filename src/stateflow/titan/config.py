@@ -389,13 +389,14 @@ def _check_data(job_config, model) -> None:
 def _check_kernels(options: StateFlow, model) -> None:
     """`kernels = "triton"` with layers or sizes that the kernels do not take."""
     from stateflow.recurrence.gated_delta import kernel_size_misfit
-    from stateflow.recurrence.mamba3 import kernel_misfit
+    from stateflow.recurrence.mamba3 import kernel_size_misfit as mamba3_misfit
 
     if options.kernels == "triton" and "mamba3" in model.layer_kinds():
-        misfit = kernel_misfit()
+        misfit = mamba3_misfit(model.mamba_state_dim, model.mamba_head_dim)
         _expect(
             misfit is None,
-            f'[stateflow] kernels = "triton" does not fit the mamba3 layers: {misfit}; set kernels = "auto"',
+            '[stateflow] kernels = "triton" does not fit the mamba3 layers, with N = mamba_state_dim and P = '
+            f'mamba_head_dim: {misfit}; change it, or set kernels = "auto"',
         )
 
     if options.kernels == "triton" and "gdn" in model.layer_kinds():

@@ -24,6 +24,7 @@ OPS_TO_SAVE = {
     torch.ops.stateflow.gated_delta_rule.default,
     torch.ops.stateflow.gated_delta_rule_triton.default,
     torch.ops.stateflow.mamba3.default,
+    torch.ops.stateflow.mamba3_triton.default,
     torch.ops.stateflow.prefix_attention.default,
     # Tensor parallelism: reduce once. Gathered tokens are not kept: that would undo sequence parallelism.
     torch.ops._c10d_functional.all_reduce.default,

@@ -1,0 +1,479 @@
+"""Mamba-3's forward kernels (backward: `mamba3_backward`), in the notation of `stateflow.recurrence.mamba3`.
+
+What a chunk adds to the state does not depend on the state. So, unlike the gated delta rule's, its products are
+taken for all chunks at once, and the walk through the chunks is left with a multiplication and an addition:
+
+    Shared   1 / rms of B and C, pi tanh(angle)                                 (a chunk)
+    Gates    dt, g, s, sums of A dt, Gam, d_1, and the chunk's turn             (a chunk and head)
+    Theta    theta' = (theta + turn) mod 2 pi                                   (a head, in order)
+    Local    A = V^T (e kh), k and v of the last token                          (a chunk and head)
+    Scan     S~ = S + d_1 v_0 k_0^T, S' = Gam S~ + A                            (some columns of a head, in order)
+    Out      Y = gam (Q S~) + (Q kh^T . L) V + (g <q, k> + D) V, y = Y silu(z)  (a chunk and head)
+
+S is P x N here. Layouts, all contiguous, NC chunks of C tokens, the last one padded:
+
+    tokens        [B, H, NC, C] float32; in the padding dt, g and s are 0
+    gate_sum      as tokens; float64 for float32 inputs, so that differences of sums keep their digits
+    states        [B, H, NC, P, N] in DTYPE: A, then S~ in its place
+    k_bound       [B, H, NC + 1, N] float32, v_bound [.., P]: k and v of the token before each chunk and after the last
+    theta         [B, H, NC, R] float32: the angle that comes into each chunk
+"""
+
+import triton
+import triton.language as tl
+
+from .decays import document_starts, pair_decay, start_decay
+from .mamba3_tiles import (
+    element,
+    end_decay,
+    load_speed,
+    other_columns,
+    revolutions_off,
+    rotation,
+    sigmoid,
+    softplus,
+    turned_columns,
+)
+from .primitives import dot, rounded
+
+_LENGTHS = ["num_tokens", "num_chunks", "first_chunk", "end_chunk"]
+
+
+@triton.jit
+def _inverse_rms(x_ptr, in_chunk, eps, N: tl.constexpr, C: tl.constexpr, BN: tl.constexpr):
+    ns = tl.arange(0, BN)
+    offset = tl.arange(0, C)[:, None] * N + ns[None, :]
+    x = tl.load(x_ptr + offset, mask=in_chunk[:, None] & (ns < N)[None, :], other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def shared_kernel(
+    B_ptr,
+    C_ptr,
+    angle_ptr,
+    B_factor_ptr,
+    C_factor_ptr,
+    speed_ptr,
+    eps,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Shared, of one chunk: inverse norms [B, T] and speeds [B, T, R], float32."""
+    pid = tl.program_id(0)
+    n = first_chunk + pid // BATCH
+    token = (pid % BATCH).to(tl.int64) * num_tokens + n.to(tl.int64) * C
+    ts = tl.arange(0, C)
+    in_chunk = ts < num_tokens - n * C
+    tl.store(B_factor_ptr + token + ts, _inverse_rms(B_ptr + token * N, in_chunk, eps, N, C, BN), mask=in_chunk)
+    tl.store(C_factor_ptr + token + ts, _inverse_rms(C_ptr + token * N, in_chunk, eps, N, C, BN), mask=in_chunk)
+    angles = tl.arange(0, BR)
+    offset = ts[:, None] * R + angles[None, :]
+    mask = in_chunk[:, None] & (angles < R)[None, :]
+    angle = tl.load(angle_ptr + token * R + offset, mask=mask, other=0.0).to(tl.float32)
+    small = tl.exp(-2.0 * tl.abs(angle))
+    tanh = tl.where(angle < 0.0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
+    tl.store(speed_ptr + token * R + offset, 3.141592653589793 * tanh, mask=mask)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def gates_kernel(
+    dd_dt_ptr,
+    dd_A_ptr,
+    trap_ptr,
+    dt_bias_ptr,
+    doc_start_ptr,
+    speed_ptr,
+    dt_ptr,
+    own_ptr,
+    scale_ptr,
+    gate_sum_ptr,
+    before_ptr,
+    decay_ptr,
+    turn_ptr,
+    A_floor,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Gates of one chunk and head; `before`, `decay` [B, H, NC]: d_1 and Gam; `turn` [B, H, NC, R]."""
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (BATCH * H)
+    head = (pid % (BATCH * H)).to(tl.int64)
+    batch = head // H
+    chunk = head * num_chunks + n
+    token = batch * num_tokens + n.to(tl.int64) * C
+
+    ts = tl.arange(0, C)
+    in_chunk = ts < num_tokens - n * C
+    gate = token * H + head % H
+    bias = tl.load(dt_bias_ptr + head % H).to(tl.float32)
+    start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
+
+    dt = softplus(tl.load(dd_dt_ptr + gate + ts * H, mask=in_chunk, other=0.0).to(tl.float32) + bias)
+    dt = tl.where(in_chunk, dt, 0.0)
+    trap = tl.load(trap_ptr + gate + ts * H, mask=in_chunk, other=0.0).to(tl.float32)
+    own = sigmoid(trap) * dt
+    # d of the token after, as far as this chunk knows it.
+    has_next = in_chunk & (ts + 1 < num_tokens - n * C) & (ts + 1 < C)
+    following = gate + (ts + 1) * H
+    dt_next = softplus(tl.load(dd_dt_ptr + following, mask=has_next, other=0.0).to(tl.float32) + bias)
+    trap_next = tl.load(trap_ptr + following, mask=has_next, other=0.0).to(tl.float32)
+    before_next = tl.where(has_next, sigmoid(-trap_next) * dt_next, 0.0)
+
+    A = tl.maximum(softplus(tl.load(dd_A_ptr + gate + ts * H, mask=in_chunk, other=0.0).to(tl.float32)), A_floor)
+    g = -A * dt
+    if DTYPE == tl.float32:  # noqa: SIM300
+        g = g.to(tl.float64)
+    else:
+        g = tl.maximum(g, -100.0)
+    # A token's own gate counts from its document's second token on.
+    summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
+    gate_sum = tl.sum(tl.where(summed, g[None, :], 0.0), axis=1)
+    tl.store(dt_ptr + chunk * C + ts, dt)
+    tl.store(own_ptr + chunk * C + ts, own)
+    tl.store(scale_ptr + chunk * C + ts, own + before_next)
+    tl.store(gate_sum_ptr + chunk * C + ts, gate_sum)
+    tl.store(before_ptr + chunk, element(sigmoid(-trap) * dt, 0, C))
+    tl.store(decay_ptr + chunk, element(start_decay(gate_sum, start), C - 1, C))
+
+    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
+    of_last = ts >= element(start, C - 1, C)
+    angles = tl.arange(0, BR)
+    turned = tl.sum(tl.where(of_last[:, None], speed * dt[:, None], 0.0), axis=0)
+    tl.store(turn_ptr + chunk * R + angles, turned, mask=angles < R)
+
+
+@triton.jit
+def _last_start(doc_start_ptr, batch, num_tokens, n, C: tl.constexpr, W: tl.constexpr, HAS_DOCS: tl.constexpr):
+    """[W] times the same: where the document of the chunk's last token starts, relative to the chunk.
+
+    A vector, because loads of vectors are pipelined and those of numbers are not.
+    """
+    if HAS_DOCS:
+        last = tl.minimum(n * C + C, num_tokens) - 1
+        start = tl.load(doc_start_ptr + batch * num_tokens + last + tl.zeros([W], tl.int32))
+        return start - n * C
+    else:
+        return tl.full([W], -1, tl.int64)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def theta_kernel(
+    theta_in_ptr,
+    doc_start_ptr,
+    turn_ptr,
+    theta_ptr,
+    theta_out_ptr,
+    num_tokens,
+    num_chunks,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Theta of one head through all chunks."""
+    head = tl.program_id(0).to(tl.int64)
+    batch = head // H
+    angles = tl.arange(0, BR)
+    mask = angles < R
+    theta = tl.load(theta_in_ptr + head * R + angles, mask=mask, other=0.0)
+    for n in tl.range(0, num_chunks, num_stages=STAGES):
+        offset = (head * num_chunks + n) * R + angles
+        turned = tl.load(turn_ptr + offset, mask=mask, other=0.0)
+        start = _last_start(doc_start_ptr, batch, num_tokens, n, C, BR, HAS_DOCS)
+        tl.store(theta_ptr + offset, theta, mask=mask)
+        theta = tl.where(start < 0, theta, 0.0) + turned
+        theta = revolutions_off(theta, tl.floor(theta * 0.15915494309189535))
+        # Rounding may leave it a little outside of [0, 2 pi).
+        theta = tl.where(theta < 0.0, theta + 6.283185307179586, theta)
+        theta = tl.where(theta >= 6.283185307179586, 0.0, theta)
+    tl.store(theta_out_ptr + head * R + angles, theta, mask=mask)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def local_kernel(
+    x_ptr,
+    B_ptr,
+    B_norm_ptr,
+    B_bias_ptr,
+    doc_start_ptr,
+    k_last_ptr,
+    v_last_ptr,
+    B_factor_ptr,
+    speed_ptr,
+    dt_ptr,
+    scale_ptr,
+    gate_sum_ptr,
+    theta_ptr,
+    states_ptr,
+    k_bound_ptr,
+    v_bound_ptr,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BX: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Local of one chunk and head."""
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (BATCH * H)
+    head = (pid % (BATCH * H)).to(tl.int64)
+    batch = head // H
+    chunk = head * num_chunks + n
+    token = batch * num_tokens + n.to(tl.int64) * C
+
+    ts = tl.arange(0, C)
+    in_chunk = ts < num_tokens - n * C
+    last = tl.minimum(num_tokens - n * C, C) - 1
+    start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
+    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
+    dt = tl.load(dt_ptr + chunk * C + ts)
+    scale = tl.load(scale_ptr + chunk * C + ts)
+    gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
+    cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
+    k_turned = turned_columns(
+        B_ptr + token * N,
+        B_factor_ptr + token,
+        B_norm_ptr,
+        B_bias_ptr + (head % H) * N,
+        in_chunk,
+        cos,
+        sin,
+        N,
+        R,
+        C,
+        BR,
+    )
+    k_rest = other_columns(
+        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
+    )
+
+    turned = tl.arange(0, 2 * BR)
+    rest = 2 * R + tl.arange(0, BX)
+    bound = head * (num_chunks + 1) + n
+    is_last = (ts == last)[:, None]
+    k_next = k_bound_ptr + (bound + 1) * N
+    tl.store(k_next + turned, tl.sum(tl.where(is_last, k_turned, 0.0), axis=0), mask=turned < 2 * R)
+    tl.store(k_next + rest, tl.sum(tl.where(is_last, k_rest, 0.0), axis=0), mask=rest < N)
+    if n == 0:
+        k_first = k_bound_ptr + bound * N
+        k_last = k_last_ptr + head * N
+        tl.store(k_first + turned, tl.load(k_last + turned, mask=turned < 2 * R), mask=turned < 2 * R)
+        tl.store(k_first + rest, tl.load(k_last + rest, mask=rest < N), mask=rest < N)
+
+    factor = (scale * end_decay(gate_sum, start, C))[:, None]
+    k_turned = rounded(k_turned * factor, DTYPE)
+    k_rest = rounded(k_rest * factor, DTYPE)
+    for v_block in tl.range(0, P, BV, num_stages=STAGES):
+        vs = v_block + tl.arange(0, BV)
+        v_mask = vs < P
+        v = tl.load(
+            x_ptr + (token * H + head % H) * P + (ts[:, None] * (H * P) + vs[None, :]),
+            mask=in_chunk[:, None] & v_mask[None, :],
+            other=0.0,
+        )
+        added_turned = dot(tl.trans(v), k_turned, tl.zeros([BV, 2 * BR], tl.float32), DTYPE, PRECISION)
+        added_rest = dot(tl.trans(v), k_rest, tl.zeros([BV, BX], tl.float32), DTYPE, PRECISION)
+        row = states_ptr + chunk * (P * N) + vs[:, None] * N
+        tl.store(row + turned[None, :], rounded(added_turned, DTYPE), mask=v_mask[:, None] & (turned < 2 * R)[None, :])
+        tl.store(row + rest[None, :], rounded(added_rest, DTYPE), mask=v_mask[:, None] & (rest < N)[None, :])
+        v_end = tl.sum(tl.where(is_last, v.to(tl.float32), 0.0), axis=0)
+        tl.store(v_bound_ptr + (bound + 1) * P + vs, v_end, mask=v_mask)
+        if n == 0:
+            tl.store(v_bound_ptr + bound * P + vs, tl.load(v_last_ptr + head * P + vs, mask=v_mask), mask=v_mask)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def scan_kernel(
+    before_ptr,
+    decay_ptr,
+    k_bound_ptr,
+    v_bound_ptr,
+    state_in_ptr,
+    states_ptr,
+    state_out_ptr,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    end_chunk,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BP: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Scan of BV columns of N of one head over first_chunk .. end_chunk - 1. state [B, H, N, P] float32."""
+    NB: tl.constexpr = (N + BV - 1) // BV
+    pid = tl.program_id(0)
+    head = (pid // NB).to(tl.int64)
+    ns = (pid % NB) * BV + tl.arange(0, BV)
+    ps = tl.arange(0, BP)
+    mask = (ps < P)[:, None] & (ns < N)[None, :]
+    outside = head * (N * P) + ns[None, :] * P + ps[:, None]
+    offset = ps[:, None] * N + ns[None, :]
+    state = tl.load(state_in_ptr + outside, mask=mask, other=0.0)
+    # Numbers as vectors, whose loads are pipelined.
+    zeros_p = tl.zeros([BP], tl.int32)
+    zeros_n = tl.zeros([BV], tl.int32)
+    for n in tl.range(first_chunk, end_chunk, num_stages=STAGES):
+        chunk = head * num_chunks + n
+        bound = head * (num_chunks + 1) + n
+        added = tl.load(states_ptr + chunk * (P * N) + offset, mask=mask, other=0.0).to(tl.float32)
+        k = tl.load(k_bound_ptr + bound * N + ns, mask=ns < N, other=0.0)
+        v = tl.load(v_bound_ptr + bound * P + ps, mask=ps < P, other=0.0)
+        v *= tl.load(before_ptr + chunk + zeros_p)
+        decay = tl.load(decay_ptr + chunk + zeros_n)
+        state += v[:, None] * k[None, :]
+        tl.store(states_ptr + chunk * (P * N) + offset, rounded(state, states_ptr.dtype.element_ty), mask=mask)
+        state = state * decay[None, :] + added
+    tl.store(state_out_ptr + outside, state, mask=mask)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def out_kernel(
+    x_ptr,
+    z_ptr,
+    B_ptr,
+    C_ptr,
+    B_norm_ptr,
+    C_norm_ptr,
+    B_bias_ptr,
+    C_bias_ptr,
+    D_ptr,
+    doc_start_ptr,
+    B_factor_ptr,
+    C_factor_ptr,
+    speed_ptr,
+    dt_ptr,
+    own_ptr,
+    scale_ptr,
+    gate_sum_ptr,
+    theta_ptr,
+    states_ptr,
+    y_ptr,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BX: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Out of one chunk and head."""
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (BATCH * H)
+    head = (pid % (BATCH * H)).to(tl.int64)
+    batch = head // H
+    chunk = head * num_chunks + n
+    token = batch * num_tokens + n.to(tl.int64) * C
+
+    ts = tl.arange(0, C)
+    in_chunk = ts < num_tokens - n * C
+    start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
+    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
+    dt = tl.load(dt_ptr + chunk * C + ts)
+    own = tl.load(own_ptr + chunk * C + ts)
+    scale = tl.load(scale_ptr + chunk * C + ts)
+    gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
+    cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
+    # Half of the columns after the other: all in float32 would need too many registers.
+    k_turned = turned_columns(
+        B_ptr + token * N,
+        B_factor_ptr + token,
+        B_norm_ptr,
+        B_bias_ptr + (head % H) * N,
+        in_chunk,
+        cos,
+        sin,
+        N,
+        R,
+        C,
+        BR,
+    )
+    q_turned = turned_columns(
+        C_ptr + token * N,
+        C_factor_ptr + token,
+        C_norm_ptr,
+        C_bias_ptr + (head % H) * N,
+        in_chunk,
+        cos,
+        sin,
+        N,
+        R,
+        C,
+        BR,
+    )
+    both = tl.sum(q_turned * k_turned, axis=1)
+    q_turned = rounded(q_turned, DTYPE)
+    k_turned = rounded(k_turned * scale[:, None], DTYPE)
+    k_rest = other_columns(
+        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
+    )
+    q_rest = other_columns(
+        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
+    )
+    both += tl.sum(q_rest * k_rest, axis=1)
+    q_rest = rounded(q_rest, DTYPE)
+    k_rest = rounded(k_rest * scale[:, None], DTYPE)
+    own_read = own * both + tl.load(D_ptr + head % H).to(tl.float32)
+    scores = dot(q_turned, tl.trans(k_turned), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
+    scores = dot(q_rest, tl.trans(k_rest), scores, DTYPE, PRECISION)
+    scores = tl.where(ts[:, None] > ts[None, :], scores * pair_decay(gate_sum, start, C), 0.0)
+    scores = rounded(scores, DTYPE)
+    from_start = start_decay(gate_sum, start)[:, None]
+
+    turned = tl.arange(0, 2 * BR)
+    rest = 2 * R + tl.arange(0, BX)
+    for v_block in tl.range(0, P, BV, num_stages=STAGES):
+        vs = v_block + tl.arange(0, BV)
+        v_mask = vs < P
+        row = states_ptr + chunk * (P * N) + vs[:, None] * N
+        state_turned = tl.load(row + turned[None, :], mask=v_mask[:, None] & (turned < 2 * R)[None, :], other=0.0)
+        state_rest = tl.load(row + rest[None, :], mask=v_mask[:, None] & (rest < N)[None, :], other=0.0)
+        value_base = (token * H + head % H) * P
+        value_offset = ts[:, None] * (H * P) + vs[None, :]
+        value_mask = in_chunk[:, None] & v_mask[None, :]
+        v = tl.load(x_ptr + value_base + value_offset, mask=value_mask, other=0.0)
+        z = tl.load(z_ptr + value_base + value_offset, mask=value_mask, other=0.0).to(tl.float32)
+        y = dot(q_turned, tl.trans(state_turned), tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
+        y = dot(q_rest, tl.trans(state_rest), y, DTYPE, PRECISION)
+        y = dot(scores, v, y * from_start, DTYPE, PRECISION)
+        y = (y + own_read[:, None] * v.to(tl.float32)) * z * sigmoid(z)
+        tl.store(y_ptr + value_base + value_offset, rounded(y, DTYPE), mask=value_mask)

@@ -1,0 +1,58 @@
+"""Mamba-3's kernels as cases for `aot`, in bfloat16 for heads of 64, states of 128 and 32 angles, 80 heads.
+
+As the default plan launches them.
+"""
+
+import torch
+import triton.language as tl
+
+from . import mamba3, mamba3_backward, mamba3_finish, mamba3_gradients
+from .aot import AotCase
+from .gated_delta_rule import CHUNK, Tile
+from .mamba3_rule import ONE_WARP, SHARED_TOKENS, SMALL, default_plan
+
+_N, _P, _R, _H = 128, 64, 32, 80
+_NUMBERS = {"eps": "fp32", "A_floor": "fp32"}
+# The pointers that do not have the type of x; all other names of arguments that end in _ptr do.
+_LOW = {
+    *("x_ptr", "z_ptr", "y_ptr", "B_ptr", "C_ptr", "dd_dt_ptr", "dd_A_ptr", "trap_ptr", "angle_ptr", "states_ptr"),
+    *("grad_y_ptr", "grad_read_ptr", "grad_states_ptr", "grad_x_ptr", "grad_z_ptr", "grad_B_ptr", "grad_C_ptr"),
+    "grad_angle_ptr",
+    *("grad_dd_dt_ptr", "grad_dd_A_ptr", "grad_trap_ptr", "query_rows_ptr", "key_rows_ptr", "speed_rows_ptr"),
+}
+
+
+def _case(name: str, kernel, tile: Tile) -> AotCase:
+    values = dict(BATCH=1, H=_H, N=_N, P=_P, R=_R, C=CHUNK, BN=_N, BP=_P, BR=_R, BX=_N - 2 * _R, BV=tile.block_v)
+    values |= dict(BT=SHARED_TOKENS, NB=_N // default_plan(_N, _P, torch.bfloat16).scan_backward.block_v)
+    values |= dict(HAS_DOCS=True, DTYPE=tl.bfloat16, PRECISION="tf32", STAGES=tile.num_stages)
+    names = kernel.arg_names
+    constexprs = {key: value for key, value in values.items() if key in names}
+    pointers = {n: "*bf16" if n in _LOW else "*fp32" for n in names if n.endswith("_ptr")}
+    pointers |= {n: "*i64" for n in names if n == "doc_start_ptr"}
+    numbers = {n: kind for n, kind in _NUMBERS.items() if n in names}
+    lengths = {n: "i32" for n in names if n not in constexprs | pointers | numbers}
+    return AotCase(name, kernel, pointers | numbers | lengths, constexprs, tile.num_warps, tile.num_stages)
+
+
+def aot_cases() -> list[AotCase]:
+    plan = default_plan(_N, _P, torch.bfloat16)
+    planned = {
+        "local": mamba3.local_kernel,
+        "out": mamba3.out_kernel,
+        "local_backward": mamba3_backward.local_backward_kernel,
+        "query_gradients": mamba3_gradients.query_gradients_kernel,
+        "key_gradients": mamba3_gradients.key_gradients_kernel,
+        "scan": mamba3.scan_kernel,
+        "scan_backward": mamba3_backward.scan_backward_kernel,
+    }
+    fixed = {
+        "shared": (mamba3.shared_kernel, SMALL),
+        "gates": (mamba3.gates_kernel, SMALL),
+        "theta": (mamba3.theta_kernel, ONE_WARP),
+        "carry": (mamba3_finish.carry_kernel, ONE_WARP),
+        "gates_backward": (mamba3_finish.gates_backward_kernel, SMALL),
+        "shared_backward": (mamba3_finish.shared_backward_kernel, SMALL),
+    }
+    cases = [_case(name, kernel, getattr(plan, name)) for name, kernel in planned.items()]
+    return cases + [_case(name, kernel, tile) for name, (kernel, tile) in fixed.items()]

@@ -1,0 +1,225 @@
+"""The end of Mamba-3's backward, in the notation of `mamba3_backward`: Carry, Gates back and Shared back.
+
+They turn what each chunk and head left into the gradients of the raw projections, and take little time.
+"""
+
+import triton
+import triton.language as tl
+
+from .decays import document_starts
+from .mamba3 import _LENGTHS, _last_start
+from .mamba3_tiles import element, load_speed, sigmoid, softplus
+from .primitives import rounded
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def carry_kernel(
+    grad_theta_ptr,
+    doc_start_ptr,
+    turn_total_ptr,
+    grad_v_bound_ptr,
+    carry_ptr,
+    grad_theta_in_ptr,
+    grad_v_last_ptr,
+    num_tokens,
+    num_chunks,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BP: tl.constexpr,
+    NB: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Carry of one head: `carry` [B, H, NC, R]. And dv of the token before the first, from its parts."""
+    head = tl.program_id(0).to(tl.int64)
+    batch = head // H
+    angles = tl.arange(0, BR)
+    mask = angles < R
+    grad = tl.load(grad_theta_ptr + head * R + angles, mask=mask, other=0.0)
+    for i in tl.range(0, num_chunks, num_stages=STAGES):
+        n = num_chunks - 1 - i
+        offset = (head * num_chunks + n) * R + angles
+        total = tl.load(turn_total_ptr + offset, mask=mask, other=0.0)
+        start = _last_start(doc_start_ptr, batch, num_tokens, n, C, BR, HAS_DOCS)
+        tl.store(carry_ptr + offset, grad, mask=mask)
+        grad = tl.where(start < 0, grad, 0.0) + total
+    tl.store(grad_theta_in_ptr + head * R + angles, grad, mask=mask)
+    ps = tl.arange(0, BP)
+    grad_v = tl.zeros([BP], tl.float32)
+    for block in tl.static_range(NB):
+        part = grad_v_bound_ptr + (head * num_chunks * NB + block) * P + ps
+        grad_v += tl.load(part, mask=ps < P, other=0.0)
+    tl.store(grad_v_last_ptr + head * P + ps, grad_v, mask=ps < P)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def gates_backward_kernel(
+    dd_dt_ptr,
+    dd_A_ptr,
+    trap_ptr,
+    dt_bias_ptr,
+    doc_start_ptr,
+    speed_ptr,
+    carry_ptr,
+    grad_gate_ptr,
+    grad_turn_ptr,
+    grad_scale_ptr,
+    grad_own_ptr,
+    grad_before_ptr,
+    grad_dd_dt_ptr,
+    grad_dd_A_ptr,
+    grad_trap_ptr,
+    grad_dt_bias_ptr,
+    A_floor,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    NB: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+):
+    """Gates back of one chunk and head. `grad_dt_bias` [B, H, NC]: the sums over the chunk."""
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (BATCH * H)
+    head = (pid % (BATCH * H)).to(tl.int64)
+    batch = head // H
+    chunk = head * num_chunks + n
+    token = batch * num_tokens + n.to(tl.int64) * C
+
+    ts = tl.arange(0, C)
+    in_chunk = ts < num_tokens - n * C
+    start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
+    tokens = chunk * C + ts
+    # Sums of log gates, and each gate is in those of its document's later tokens.
+    grad_gate = tl.load(grad_gate_ptr + tokens)
+    summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
+    grad_log = tl.sum(tl.where(summed, grad_gate[:, None], 0.0), axis=0)
+    # Turns: of this chunk, and what later chunks want from the last token's document.
+    angles = tl.arange(0, BR)
+    carry = tl.load(carry_ptr + chunk * R + angles, mask=angles < R, other=0.0)
+    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
+    reached = ts >= element(start, C - 1, C)
+    grad_turn = tl.where(reached, tl.sum(speed * carry[None, :], axis=1), 0.0)
+    grad_turn += tl.load(grad_turn_ptr + tokens)
+    # Weights of the tokens themselves and of those before them.
+    grad_own = tl.load(grad_own_ptr + tokens)
+    grad_first = 0.0
+    for block in tl.static_range(NB):
+        grad_first += tl.load(grad_before_ptr + chunk * NB + block)
+    grad_before = tl.load(grad_scale_ptr + tokens - 1, mask=ts > 0, other=0.0) + tl.where(ts == 0, grad_first, 0.0)
+
+    gate = token * H + head % H + ts * H
+    raw_dt = tl.load(dd_dt_ptr + gate, mask=in_chunk, other=0.0).to(tl.float32)
+    raw_dt += tl.load(dt_bias_ptr + head % H).to(tl.float32)
+    raw_A = tl.load(dd_A_ptr + gate, mask=in_chunk, other=0.0).to(tl.float32)
+    trap = tl.load(trap_ptr + gate, mask=in_chunk, other=0.0).to(tl.float32)
+    dt = softplus(raw_dt)
+    size = softplus(raw_A)
+    weight = sigmoid(trap)
+    grad_dt = grad_own * weight + grad_before * sigmoid(-trap) + grad_turn - tl.maximum(size, A_floor) * grad_log
+    grad_dt = tl.where(in_chunk, grad_dt * sigmoid(raw_dt), 0.0)
+    grad_A = tl.where(size < A_floor, 0.0, -dt * grad_log * sigmoid(raw_A))
+    grad_trap = (grad_own - grad_before) * dt * weight * sigmoid(-trap)
+    tl.store(grad_dd_dt_ptr + gate, rounded(grad_dt, grad_dd_dt_ptr.dtype.element_ty), mask=in_chunk)
+    tl.store(grad_dd_A_ptr + gate, rounded(grad_A, grad_dd_A_ptr.dtype.element_ty), mask=in_chunk)
+    tl.store(grad_trap_ptr + gate, rounded(grad_trap, grad_trap_ptr.dtype.element_ty), mask=in_chunk)
+    tl.store(grad_dt_bias_ptr + chunk, tl.sum(grad_dt, axis=0))
+
+
+@triton.jit
+def _through_norm(
+    x_ptr, factor_ptr, norm_ptr, rows_ptr, grad_x_ptr, grad_norm_ptr, inside, token,
+    H: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of B or C from those of the heads' rows, and the tokens' part of the norm's weight."""
+    ts = tl.arange(0, BT)
+    ns = tl.arange(0, BN)
+    mask = inside[:, None] & (ns < N)[None, :]
+    grad = tl.zeros([BT, BN], tl.float32)
+    for h in tl.range(0, H, num_stages=STAGES):
+        row = rows_ptr + (token * H + h) * N + ts[:, None] * (H * N)
+        grad += tl.load(row + ns[None, :], mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(factor_ptr + token + ts, mask=inside, other=0.0)[:, None]
+    offset = token * N + ts[:, None] * N + ns[None, :]
+    unit = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) * factor
+    tl.store(grad_norm_ptr + ns, tl.sum(grad * unit, axis=0), mask=ns < N)
+    grad *= tl.load(norm_ptr + ns, mask=ns < N, other=0.0).to(tl.float32)[None, :]
+    along = tl.sum(grad * unit, axis=1) / N
+    grad = factor * (grad - unit * along[:, None])
+    tl.store(grad_x_ptr + offset, rounded(grad, grad_x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def shared_backward_kernel(
+    B_ptr,
+    C_ptr,
+    B_norm_ptr,
+    C_norm_ptr,
+    doc_start_ptr,
+    B_factor_ptr,
+    C_factor_ptr,
+    speed_ptr,
+    dt_ptr,
+    carry_ptr,
+    key_rows_ptr,
+    query_rows_ptr,
+    speed_rows_ptr,
+    grad_B_ptr,
+    grad_C_ptr,
+    grad_angle_ptr,
+    grad_B_norm_ptr,
+    grad_C_norm_ptr,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Shared back of BT tokens. `grad_B_norm`, `grad_C_norm`: [B, NC, C / BT, N], the programs' parts."""
+    PARTS: tl.constexpr = C // BT
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (BATCH * PARTS)
+    batch = (pid // PARTS % BATCH).to(tl.int64)
+    first = pid % PARTS * BT
+    token = batch * num_tokens + n.to(tl.int64) * C + first
+    ts = tl.arange(0, BT)
+    inside = ts < num_tokens - n * C - first
+    part = ((batch * num_chunks + n) * PARTS + pid % PARTS) * N
+    _through_norm(
+        B_ptr, B_factor_ptr, B_norm_ptr, key_rows_ptr, grad_B_ptr, grad_B_norm_ptr + part, inside, token,
+        H, N, BT, BN, STAGES,
+    )  # fmt: skip
+    _through_norm(
+        C_ptr, C_factor_ptr, C_norm_ptr, query_rows_ptr, grad_C_ptr, grad_C_norm_ptr + part, inside, token,
+        H, N, BT, BN, STAGES,
+    )  # fmt: skip
+
+    angles = tl.arange(0, BR)
+    mask = inside[:, None] & (angles < R)[None, :]
+    reached = first + ts >= element(document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS), C - 1, C)
+    grad = tl.zeros([BT, BR], tl.float32)
+    for h in tl.range(0, H, num_stages=STAGES):
+        chunk = (batch * H + h) * num_chunks + n
+        dt = tl.where(reached, tl.load(dt_ptr + chunk * C + first + ts), 0.0)
+        carry = tl.load(carry_ptr + chunk * R + angles, mask=angles < R, other=0.0)
+        row = speed_rows_ptr + (token * H + h) * R + ts[:, None] * (H * R)
+        grad += tl.load(row + angles[None, :], mask=mask, other=0.0).to(tl.float32) + dt[:, None] * carry[None, :]
+    offset = token * R + ts[:, None] * R + angles[None, :]
+    speed = tl.load(speed_ptr + offset, mask=mask, other=0.0)
+    grad *= 3.141592653589793 - speed * speed * 0.3183098861837907
+    tl.store(grad_angle_ptr + offset, rounded(grad, grad_angle_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,408 @@
+"""Launches Mamba-3's kernels: `mamba3` for the forward, `mamba3_backward` for the backward.
+
+Nothing is saved for the backward: angles and states are computed again there, from the inputs.
+
+With cuts, Scan works on a side stream beside another segment's parallel part, and with `overlap_backward` that of the
+backward beside what does not need it:
+
+    forward     Local1 -> (Scan1 || Local2) -> (Scan2 || Out1) -> Out2
+    backward    Local -> (Scan || Local back) -> Scan back -> Queries -> Keys
+
+Every kernel does the same with a segment as with the whole, so neither changes a bit.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import mamba3 as kernels
+from . import mamba3_backward as backward_kernels
+from . import mamba3_finish as finish_kernels
+from . import mamba3_gradients as gradient_kernels
+from .gated_delta_rule import _DTYPES, CHUNK, Tile, _SideStreams
+
+# What no plan says: kernels that take little time, and walks of one vector.
+SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 4)
+SHARED_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Mamba3Plan:
+    """A tile for each kernel, and what runs beside what.
+
+    `block_v` of a tile is columns of P at a time, for the two scans columns of N. `cuts`: shares of the chunks at
+    which a forward is cut into segments; `overlap_backward`: the backward's first scan runs beside another kernel.
+    """
+
+    local: Tile = Tile(64, 4, 2)
+    scan: Tile = Tile(32, 4, 4)
+    out: Tile = Tile(64, 4, 2)
+    local_backward: Tile = Tile(64, 4, 2)
+    scan_backward: Tile = Tile(32, 4, 4)
+    query_gradients: Tile = Tile(32, 4, 2)
+    key_gradients: Tile = Tile(64, 4, 2)
+    cuts: tuple[float, ...] = ()
+    overlap_backward: bool = False
+
+
+def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Mamba3Plan:
+    """A plan that fits N = k_dim, P = v_dim, without overlap. `shared_memory`: bytes that a program may have.
+
+    Columns of P and N depend on the sizes and the type alone: sums over blocks of them must not depend on a GPU's
+    table. No loop with products goes without a load pipeline, see `gated_delta_rule.default_plan`.
+    """
+    block_n, block_p = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
+    large = dtype.itemsize * block_n > 256
+    columns = min(32 if large else 64, block_p)
+    scan = Tile(min(32 if block_p <= 128 else 16, block_n), 4, 4)
+    # Tiles of 64 rows are shared out among four warps; eight would do the same twice, but have more registers.
+    parallel = Tile(columns, 8 if large else 4, 2)
+    return Mamba3Plan(
+        local=parallel,
+        scan=scan,
+        out=parallel,
+        local_backward=parallel,
+        scan_backward=scan,
+        # It has the most tiles of values at once; half as wide they take half the registers.
+        query_gradients=replace(parallel, block_v=min(32, columns)),
+        key_gradients=parallel,
+    )
+
+
+class Inputs(NamedTuple):
+    """As `stateflow.recurrence.mamba3` has them, contiguous; x, z, B and C of one type, the states float32."""
+
+    x: Tensor
+    z: Tensor
+    B: Tensor
+    C: Tensor
+    dd_dt: Tensor
+    dd_A: Tensor
+    trap: Tensor
+    angle: Tensor
+    dt_bias: Tensor
+    B_norm: Tensor
+    C_norm: Tensor
+    B_bias: Tensor
+    C_bias: Tensor
+    D: Tensor
+    theta: Tensor
+    state: Tensor
+    k_last: Tensor
+    v_last: Tensor
+
+
+@functools.cache
+def _arguments(kernel) -> frozenset[str]:
+    return frozenset(kernel.arg_names)
+
+
+class Problem:
+    """The shapes of one call, what its kernels share, and the tensors between them."""
+
+    def __init__(self, inputs: Inputs, doc_start: Tensor | None, norm_eps: float, A_floor: float):
+        x = inputs.x
+        self.inputs, self.doc_start, self.norm_eps, self.A_floor = inputs, doc_start, norm_eps, A_floor
+        self.batch, self.num_tokens, self.num_heads, self.p_dim = x.shape
+        self.n_dim, self.num_angles = inputs.B.shape[2], inputs.angle.shape[2]
+        self.num_chunks = triton.cdiv(self.num_tokens, CHUNK)
+        self.heads = self.batch * self.num_heads
+        self.dtype, self.device = x.dtype, x.device
+        half = max(8, triton.next_power_of_2(self.num_angles))
+        others = max(16, triton.next_power_of_2(max(1, self.n_dim - 2 * self.num_angles)))
+        # What kernels may be specialised on; each takes those that it names. Never a length.
+        self.constants = dict(
+            BATCH=self.batch, H=self.num_heads, N=self.n_dim, P=self.p_dim, R=self.num_angles, C=CHUNK,
+            BN=triton.next_power_of_2(self.n_dim), BP=triton.next_power_of_2(self.p_dim), BR=half, BX=others,
+            BT=SHARED_TOKENS, HAS_DOCS=doc_start is not None, DTYPE=_DTYPES[x.dtype],
+            PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        )  # fmt: skip
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def by_chunk(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.empty(self.batch, self.num_heads, self.num_chunks, *shape, dtype=dtype)
+
+    def tokens(self) -> Tensor:
+        return self.by_chunk(CHUNK)
+
+    def states(self) -> Tensor:
+        return self.by_chunk(self.p_dim, self.n_dim, dtype=self.dtype)
+
+    def launch(self, kernel, programs: int, tile: Tile, *args, **more) -> None:
+        constants = self.constants | dict(BV=tile.block_v, STAGES=tile.num_stages) | more
+        constants = {name: value for name, value in constants.items() if name in _arguments(kernel)}
+        kernel[(programs,)](*args, num_warps=tile.num_warps, num_stages=tile.num_stages, **constants)
+
+    def per_chunk(self, kernel, tile: Tile, chunks: range, *args, programs: int | None = None, **more) -> None:
+        """Launches a kernel over some chunks, with as many programs for each as given, or as there are heads."""
+        programs = self.heads if programs is None else programs
+        lengths = (self.num_tokens, self.num_chunks, chunks.start)
+        self.launch(kernel, len(chunks) * programs, tile, *args, *lengths, **more)
+
+    def scan(self, kernel, tile: Tile, chunks: range, *args) -> None:
+        blocks = self.num_blocks(tile)
+        lengths = (self.num_tokens, self.num_chunks, chunks.start, chunks.stop)
+        self.launch(kernel, self.heads * blocks, tile, *args, *lengths)
+
+    def num_blocks(self, tile: Tile) -> int:
+        return triton.cdiv(self.n_dim, tile.block_v)
+
+    def per_head(self, kernel, *args, **more) -> None:
+        self.launch(kernel, self.heads, ONE_WARP, *args, self.num_tokens, self.num_chunks, **more)
+
+    def segments(self, cuts: tuple[float, ...]) -> list[range]:
+        """The chunks cut at these shares of their number; in one piece where there is nothing to overlap."""
+        edges = {0, self.num_chunks}
+        if self.device.type == "cuda":
+            edges |= {round(cut * self.num_chunks) for cut in cuts}
+        edges = sorted(edges)
+        return [range(*pair) for pair in zip(edges, edges[1:], strict=False)]
+
+
+class Prepared:
+    """What the forward's kernels leave for each other and for the backward's; each method launches one of them."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.whole = range(problem.num_chunks)
+        by_token, num_angles = (problem.batch, problem.num_tokens), problem.num_angles
+        self.B_factor, self.C_factor = problem.empty(*by_token), problem.empty(*by_token)
+        self.speed = problem.empty(*by_token, num_angles)
+        self.dt, self.own, self.scale = problem.tokens(), problem.tokens(), problem.tokens()
+        exact = torch.float64 if problem.dtype == torch.float32 else torch.float32
+        self.gate_sum = problem.by_chunk(CHUNK, dtype=exact)
+        self.before, self.decay = problem.by_chunk(), problem.by_chunk()
+        self.turn, self.theta = problem.by_chunk(num_angles), problem.by_chunk(num_angles)
+        bounds = (problem.batch, problem.num_heads, problem.num_chunks + 1)
+        self.k_bound, self.v_bound = problem.empty(*bounds, problem.n_dim), problem.empty(*bounds, problem.p_dim)
+        self.states = problem.states()
+        self.theta_out, self.state_out = torch.empty_like(problem.inputs.theta), torch.empty_like(problem.inputs.state)
+
+    def gates(self) -> None:
+        """Shared, Gates and Theta of all chunks."""
+        problem, inputs = self.problem, self.problem.inputs
+        problem.per_chunk(
+            kernels.shared_kernel,
+            SMALL,
+            self.whole,
+            *(inputs.B, inputs.C, inputs.angle, self.B_factor, self.C_factor, self.speed, problem.norm_eps),
+            programs=problem.batch,
+        )
+        problem.per_chunk(
+            kernels.gates_kernel,
+            SMALL,
+            self.whole,
+            *(inputs.dd_dt, inputs.dd_A, inputs.trap, inputs.dt_bias, problem.doc_start, self.speed),
+            *(self.dt, self.own, self.scale, self.gate_sum, self.before, self.decay, self.turn, problem.A_floor),
+        )
+        problem.per_head(kernels.theta_kernel, inputs.theta, problem.doc_start, self.turn, self.theta, self.theta_out)
+
+    def local(self, tile: Tile, chunks: range) -> None:
+        problem, inputs = self.problem, self.problem.inputs
+        problem.per_chunk(
+            kernels.local_kernel,
+            tile,
+            chunks,
+            *(inputs.x, inputs.B, inputs.B_norm, inputs.B_bias, problem.doc_start, inputs.k_last, inputs.v_last),
+            *(self.B_factor, self.speed, self.dt, self.scale, self.gate_sum, self.theta),
+            *(self.states, self.k_bound, self.v_bound),
+        )
+
+    def scan(self, tile: Tile, chunks: range) -> None:
+        # A later segment goes on from the state that the one before it left.
+        state = self.problem.inputs.state if chunks.start == 0 else self.state_out
+        bounds = (self.before, self.decay, self.k_bound, self.v_bound)
+        self.problem.scan(kernels.scan_kernel, tile, chunks, *bounds, state, self.states, self.state_out)
+
+    def rows(self) -> tuple:
+        """The arguments that kernels with rows of q and k have in common: what is given, and what was prepared."""
+        inputs = self.problem.inputs
+        given = (inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias, inputs.D)
+        return (*given, self.problem.doc_start), (
+            *(self.B_factor, self.C_factor, self.speed, self.dt, self.own, self.scale, self.gate_sum),
+            *(self.theta, self.states),
+        )
+
+    def out(self, tile: Tile, chunks: range, y: Tensor) -> None:
+        inputs, (given, prepared) = self.problem.inputs, self.rows()
+        self.problem.per_chunk(kernels.out_kernel, tile, chunks, inputs.x, inputs.z, *given, *prepared, y)
+
+
+class Backward:
+    """What the backward's kernels leave for each other; each method launches one of them."""
+
+    def __init__(self, prepared: Prepared, plan: Mamba3Plan, grads: tuple[Tensor, ...]):
+        problem = prepared.problem
+        self.prepared, self.problem = prepared, problem
+        self.grad_y, self.grad_theta, self.grad_state, self.grad_k_last, self.grad_v_last = grads
+        self.whole, self.grads = prepared.whole, Inputs(*map(torch.empty_like, problem.inputs))
+        self.set_blocks(plan.scan_backward)
+        # dY, before the gate z.
+        self.grad_read = torch.empty_like(problem.inputs.x)
+        self.grad_states, self.grad_k_bound = problem.states(), problem.by_chunk(problem.n_dim)
+        by_token = (problem.batch, problem.num_tokens, problem.num_heads)
+        self.query_rows, self.key_rows, self.speed_rows = (
+            problem.empty(*by_token, width, dtype=problem.dtype)
+            for width in (problem.n_dim, problem.n_dim, problem.num_angles)
+        )
+        self.query_bias, self.key_bias = problem.by_chunk(problem.n_dim), problem.by_chunk(problem.n_dim)
+        # What Queries leaves for Keys.
+        self.query_theta = problem.by_chunk(CHUNK, problem.num_angles)
+        self.query_gate, self.read_by = problem.tokens(), problem.tokens()
+        self.both, self.grad_both = problem.tokens(), problem.tokens()
+        self.grad_gate, self.grad_turn = problem.tokens(), problem.tokens()
+        self.grad_scale, self.grad_own = problem.tokens(), problem.tokens()
+        self.grad_D, self.grad_dt_bias = problem.by_chunk(), problem.by_chunk()
+        self.turn_total, self.carry = problem.by_chunk(problem.num_angles), problem.by_chunk(problem.num_angles)
+        parts = CHUNK // SHARED_TOKENS * problem.num_chunks
+        self.grad_norms = problem.empty(2, problem.batch, parts, problem.n_dim)
+
+    def set_blocks(self, tile: Tile) -> None:
+        """What Scan back leaves for each block of its columns."""
+        self.num_blocks = self.problem.num_blocks(tile)
+        self.grad_v_bound = self.problem.by_chunk(self.num_blocks, self.problem.p_dim)
+        self.grad_before = self.problem.by_chunk(self.num_blocks)
+
+    def local(self, tile: Tile) -> None:
+        prepared, inputs = self.prepared, self.problem.inputs
+        self.problem.per_chunk(
+            backward_kernels.local_backward_kernel,
+            tile,
+            self.whole,
+            *(self.grad_y, inputs.z, inputs.C, inputs.C_norm, inputs.C_bias, self.problem.doc_start),
+            *(prepared.C_factor, prepared.speed, prepared.dt, prepared.gate_sum, prepared.theta),
+            *(self.grad_read, self.grad_states),
+        )
+
+    def scan(self, tile: Tile) -> None:
+        """With a tile of the width that `set_blocks` was told."""
+        prepared = self.prepared
+        self.problem.scan(
+            backward_kernels.scan_backward_kernel,
+            tile,
+            self.whole,
+            *(prepared.before, prepared.decay, prepared.k_bound, prepared.v_bound, self.grad_state, self.grad_states),
+            *(self.grad_k_bound, self.grad_v_bound, self.grad_before, self.grads.state, self.grads.k_last),
+        )
+
+    def query_gradients(self, tile: Tile) -> None:
+        inputs, (given, prepared) = self.problem.inputs, self.prepared.rows()
+        self.problem.per_chunk(
+            gradient_kernels.query_gradients_kernel,
+            tile,
+            self.whole,
+            *(self.grad_y, self.grad_read, inputs.x, inputs.z, *given, *prepared),
+            *(self.grads.z, self.query_rows, self.query_bias),
+            *(self.query_theta, self.query_gate, self.read_by, self.both, self.grad_both, self.grad_D),
+        )
+
+    def key_gradients(self, tile: Tile) -> None:
+        inputs, (given, prepared) = self.problem.inputs, self.prepared.rows()
+        self.problem.per_chunk(
+            gradient_kernels.key_gradients_kernel,
+            tile,
+            self.whole,
+            *(self.grad_read, inputs.x, *given, self.grad_k_last, self.grad_v_last),
+            *(*prepared, self.prepared.k_bound, self.grad_states, self.grad_k_bound, self.grad_v_bound),
+            *(self.query_theta, self.query_gate, self.read_by, self.both, self.grad_both),
+            *(self.grads.x, self.key_rows, self.speed_rows, self.key_bias),
+            *(self.grad_gate, self.grad_turn, self.turn_total, self.grad_scale, self.grad_own),
+            NB=self.num_blocks,
+        )
+
+    def finish(self) -> Inputs:
+        """Carry, Gates back, Shared back, and the sums over tokens."""
+        problem, prepared, grads, inputs = self.problem, self.prepared, self.grads, self.problem.inputs
+        problem.per_head(
+            finish_kernels.carry_kernel,
+            *(self.grad_theta, problem.doc_start, self.turn_total, self.grad_v_bound),
+            *(self.carry, grads.theta, grads.v_last),
+            NB=self.num_blocks,
+        )
+        problem.per_chunk(
+            finish_kernels.gates_backward_kernel,
+            SMALL,
+            self.whole,
+            *(inputs.dd_dt, inputs.dd_A, inputs.trap, inputs.dt_bias, problem.doc_start, prepared.speed, self.carry),
+            *(self.grad_gate, self.grad_turn, self.grad_scale, self.grad_own, self.grad_before),
+            *(grads.dd_dt, grads.dd_A, grads.trap, self.grad_dt_bias, problem.A_floor),
+            NB=self.num_blocks,
+        )
+        problem.per_chunk(
+            finish_kernels.shared_backward_kernel,
+            SMALL,
+            self.whole,
+            *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, problem.doc_start),
+            *(prepared.B_factor, prepared.C_factor, prepared.speed, prepared.dt, self.carry),
+            *(self.key_rows, self.query_rows, self.speed_rows),
+            *(grads.B, grads.C, grads.angle, *self.grad_norms),
+            programs=problem.batch * (CHUNK // SHARED_TOKENS),
+        )
+        B_norm, C_norm = self.grad_norms.sum((1, 2))
+        sums = dict(
+            dt_bias=self.grad_dt_bias.sum((0, 2)),
+            B_norm=B_norm,
+            C_norm=C_norm,
+            B_bias=self.key_bias.sum((0, 2)),
+            C_bias=self.query_bias.sum((0, 2)),
+            D=self.grad_D.sum((0, 2)),
+        )
+        return grads._replace(**{name: x.to(getattr(inputs, name).dtype) for name, x in sums.items()})
+
+
+def forward(
+    inputs: Inputs, doc_start: Tensor | None, norm_eps: float, A_floor: float, plan: Mamba3Plan
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y [B, T, H, P] in x's type; theta, state, k_last and v_last after the last token, float32.
+
+    doc_start int64 [B, T] or None, contiguous. Shapes and types are the caller's business.
+    """
+    problem = Problem(inputs, doc_start, norm_eps, A_floor)
+    prepared = Prepared(problem)
+    y = torch.empty_like(inputs.x)
+    segments = problem.segments(plan.cuts)
+    side = _SideStreams(problem.device, len(segments) > 1)
+    prepared.gates()
+    walked = []
+    for i, chunks in enumerate(segments):
+        prepared.local(plan.local, chunks)
+        walked.append(side.run(0, partial(prepared.scan, plan.scan, chunks)))
+        if i:
+            side.wait(walked[i - 1])
+            prepared.out(plan.out, segments[i - 1], y)
+    side.wait(walked[-1])
+    prepared.out(plan.out, segments[-1], y)
+    k_last, v_last = (x[:, :, -1].clone() for x in (prepared.k_bound, prepared.v_bound))
+    return y, prepared.theta_out, prepared.state_out, k_last, v_last
+
+
+def backward(
+    grads: tuple[Tensor, ...],
+    inputs: Inputs,
+    doc_start: Tensor | None,
+    norm_eps: float,
+    A_floor: float,
+    plan: Mamba3Plan,
+) -> Inputs:
+    """The gradients of all inputs in their types, from those of `forward`'s outputs (its types, contiguous)."""
+    problem = Problem(inputs, doc_start, norm_eps, A_floor)
+    prepared = Prepared(problem)
+    back = Backward(prepared, plan, grads)
+    side = _SideStreams(problem.device, plan.overlap_backward)
+    prepared.gates()
+    prepared.local(plan.local, back.whole)
+    states = side.run(0, partial(prepared.scan, plan.scan, back.whole))
+    back.local(plan.local_backward)
+    grad_states = side.run(1, partial(back.scan, plan.scan_backward))
+    side.wait(states)
+    side.wait(grad_states)
+    back.query_gradients(plan.query_gradients)
+    back.key_gradients(plan.key_gradients)
+    return back.finish()

@@ -1,0 +1,158 @@
+"""Mamba-3's kernels one at a time, each on inputs of its own, for compilation and timing.
+
+    python -m stateflow.planning.mamba3_launches --heads 80 40 24 --tokens 32768
+
+checks the default plan against float64 on the current GPU, then prints the device time of each kernel and of the
+whole forward and backward in ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stateflow.recurrence.mamba3_kernels import A_FLOOR, NORM_EPS, Problem, random_inputs
+from stateflow_kernels import mamba3_rule as rule
+from stateflow_kernels.gated_delta_rule import Tile
+from stateflow_kernels.mamba3_rule import Mamba3Plan
+from stateflow_kernels.plan_table import Shape
+
+# In the order in which each has what it reads.
+KERNELS = ("local", "scan", "out", "local_backward", "scan_backward", "query_gradients", "key_gradients")
+
+
+def problem_of(shape: Shape, device: torch.device | str) -> Problem:
+    """Gates in the type of the values, as projections give them; no documents."""
+    dtype = getattr(torch, shape.dtype)
+    sizes = (shape.num_heads, shape.k_dim, shape.v_dim, shape.num_angles)
+    return Problem(torch.device(device), dtype, dtype, *sizes, has_docs=False, batch=shape.batch)
+
+
+def example(
+    shape: Shape, num_tokens: int, device: torch.device | str, seed: int = 0
+) -> tuple[rule.Inputs, tuple[Tensor, ...]]:
+    """What the operation takes, and gradients of what it returns; drawn on the device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    inputs, grads = random_inputs(
+        problem_of(shape, device),
+        shape.batch,
+        num_tokens,
+        lambda *size: torch.randn(size, generator=generator, device=device),
+        lambda *size: torch.rand(size, generator=generator, device=device),
+    )
+    return rule.Inputs(*inputs), tuple(grads)
+
+
+class Call:
+    """The whole operation on random inputs, as `kernel_bench` asks for it."""
+
+    def __init__(self, shape: Shape, num_tokens: int, device: torch.device):
+        self.problem = problem_of(shape, device)
+        self.inputs, self.grads = example(shape, num_tokens, device)
+        self.bounds = self.problem.bounds
+
+    def forward(self, plan: Mamba3Plan) -> tuple[Tensor, ...]:
+        return rule.forward(self.inputs, None, NORM_EPS, A_FLOOR, plan)
+
+    def backward(self, plan: Mamba3Plan, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return rule.backward(self.grads, self.inputs, None, NORM_EPS, A_FLOOR, plan)
+
+    def results(self, plan: Mamba3Plan) -> list[Tensor]:
+        """In the order of the bounds."""
+        return self.problem.launch([*self.inputs, None], list(self.grads), plan)
+
+    def expected(self) -> list[Tensor]:
+        """The same by the chunk form in float64."""
+        inputs, grads = ([x.cpu().double() for x in xs] for xs in (self.inputs, self.grads))
+        return self.problem.expected([*inputs, None], grads)
+
+
+class Launches:
+    """A function for each kernel, by its name in `Mamba3Plan`, that launches it with a tile.
+
+    The buffers hold what the kernels leave there; with `fill` each kernel has run once with the tiles of the plan
+    given, so that all inputs are those of a real call. The scans work in place: again, they decay what is there.
+    """
+
+    def __init__(self, shape: Shape, num_tokens: int, device: torch.device, fill: Mamba3Plan | None = None):
+        inputs, grads = example(shape, num_tokens, device)
+        problem = rule.Problem(inputs, None, NORM_EPS, A_FLOOR)
+        prepared = rule.Prepared(problem)
+        self.y = torch.empty_like(inputs.x)
+        plan = rule.default_plan(shape.k_dim, shape.v_dim, problem.dtype) if fill is None else fill
+        back = rule.Backward(prepared, plan, grads)
+        whole = prepared.whole
+        prepared.gates()
+        self.gates, self.finish = prepared.gates, back.finish
+        self.by_name: dict[str, Callable[[Tile], None]] = {
+            "local": lambda tile: prepared.local(tile, whole),
+            "scan": lambda tile: prepared.scan(tile, whole),
+            "out": lambda tile: prepared.out(tile, whole, self.y),
+            "local_backward": back.local,
+            "scan_backward": lambda tile: self._scan_backward(back, tile),
+            "query_gradients": back.query_gradients,
+            "key_gradients": back.key_gradients,
+        }
+        if fill is not None:
+            for name in KERNELS:
+                self.by_name[name](getattr(fill, name))
+
+    @staticmethod
+    def _scan_backward(back: rule.Backward, tile: Tile) -> None:
+        if back.num_blocks != back.problem.num_blocks(tile):
+            back.set_blocks(tile)
+        back.scan(tile)
+
+
+def _time_kernels(shape: Shape, device: torch.device, plan: Mamba3Plan, measure) -> dict[str, float]:
+    launches = Launches(shape, shape.tokens, device, fill=plan)
+    times = {"gates": measure(launches.gates)}
+    for name in KERNELS:
+        times[name] = measure(lambda name=name: launches.by_name[name](getattr(plan, name)))
+    return times | {"finish": measure(launches.finish)}
+
+
+def time_all(shape: Shape, say=print) -> None:
+    """Prints the device time of every kernel with its default tile, median of 11 runs."""
+    from stateflow.bench.measure import time_call
+    from stateflow.recurrence import self_check
+    from stateflow_kernels.plans import choice_for
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    plan = choice_for(shape, device).plan
+    trial = self_check.run(problem_of(shape, device), plan).trials[0]
+    missed = trial.misses(problem_of(shape, device).bounds)
+    say(f"{shape}: {'wrong: ' + ', '.join(missed) if missed else 'right'}")
+    say(f"  errors {', '.join(f'{name} {error:.1e}' for name, error in trial.errors.items())}")
+
+    def measure(call: Callable[[], object]) -> float:
+        return time_call(call, runs=11, warm_up=2, ahead_ms=0.4).median
+
+    times = _time_kernels(shape, device, plan, measure)
+    say("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()) + " ms")
+    call = Call(shape, shape.tokens, device)
+    forward, backward = measure(lambda: call.forward(plan)), measure(lambda: call.backward(plan, ()))
+    say(f"  forward {forward:.3f} ms, backward {backward:.3f} ms, both {forward + backward:.3f} ms")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m stateflow.planning.mamba3_launches")
+    parser.add_argument("--heads", type=int, nargs="+", default=[80, 40, 24])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
+    for name, default in (("n-dim", 128), ("p-dim", 64), ("angles", 32)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args(arguments)
+    sizes = (options.n_dim, options.p_dim, options.dtype, 1)
+    for heads in options.heads:
+        for tokens in options.tokens:
+            time_all(Shape("mamba3", heads, 1, *sizes, tokens, options.angles))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""What Mamba-3's kernels take on Hopper: tensor cores, room in shared memory. Needs a compiler, but no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(1800)
+SHARED_BYTES = 227 * 1024  # of a program on sm_90
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> list[dict]:
+    # A process of its own: in this one, kernels may be interpreted.
+    kernels = Path(__file__).parents[2] / "kernels"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    env["PYTHONPATH"] = os.pathsep.join([str(kernels), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "stateflow_kernels.aot", "mamba3_aot"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_for_both_architectures(reports):
+    names = {(r["case"], r["arch"]) for r in reports}
+    kernels = {"local", "scan", "out", "local_backward", "scan_backward", "shared", "gates", "theta"}
+    kernels |= {"query_gradients", "key_gradients", "carry", "gates_backward", "shared_backward"}
+    assert names == {(kernel, arch) for kernel in kernels for arch in (80, 90)}
+
+
+def test_products_use_tensor_cores(reports):
+    with_products = {"local", "out", "local_backward", "query_gradients", "key_gradients"}
+    on_hopper = [r for r in reports if r["arch"] == 90]
+    assert {r["case"] for r in on_hopper if r["wgmma"]} == with_products
+
+
+def test_the_walks_and_what_is_short_do_not_spill(reports):
+    heavy = ("out", "query_gradients", "key_gradients")
+    assert not [r for r in reports if r["spill_bytes"] and r["case"] not in heavy]
+
+
+def test_all_fit_into_shared_memory(reports):
+    assert not [r for r in reports if r["arch"] == 90 and r["shared_bytes"] > SHARED_BYTES]
+
+
+def test_no_loop_overwrites_what_its_products_read(reports):
+    assert not [r for r in reports if r["overwritten"]]
