@@ -28,7 +28,7 @@ from stateflow_kernels.plan_table import Shape, to_json
 from tests.bench.bench_testing import CPU, FIGURES, rows_of_worker, without_a_device
 from tests.recurrence.op_testing import assert_close
 
-SHAPE = Shape("mamba3", 2, 1, 16, 8, "bfloat16", 1, 130)
+SHAPE = Shape("mamba3", 2, 1, 16, 8, "bfloat16", 1, 130, 4)
 PACKAGES = ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", official_mamba3.FOLDER)
 
 
@@ -351,3 +351,14 @@ def test_a_row_says_what_failed(work, install):
         (60, OFFICIAL): "timed",
         (60, WHOLE): "timed",
     }
+
+
+def test_a_plan_that_fails_its_self_check_is_not_timed(monkeypatch):
+    shape = SUBJECT.shape(2, 130, 32, 32, "bfloat16")
+    ours = with_choice(Contestant(OURS, mamba3), shape, CPU)
+    SUBJECT.check_plan(ours, shape, CPU)
+    problems = []
+    monkeypatch.setattr("stateflow.recurrence.self_check.checked_plan", lambda problem, plan: problems.append(problem))
+    with pytest.raises(ValueError, match="self-check failed"):
+        SUBJECT.check_plan(ours, shape, CPU)
+    assert (problems[0].num_heads, problems[0].n_dim, problems[0].p_dim, problems[0].num_angles) == (2, 32, 32, 8)

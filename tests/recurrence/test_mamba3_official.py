@@ -20,7 +20,7 @@ from stateflow_kernels.plan_table import Shape
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
-SHAPE = Shape("mamba3", 4, 1, 128, 64, "bfloat16", 1, 208)  # three kernel chunks and a part of a fourth
+SHAPE = Shape("mamba3", 4, 1, 128, 64, "bfloat16", 1, 208, 32)  # three kernel chunks and a part of a fourth
 STEP = f"{official_mamba3.FOLDER}.mamba3_siso_step"
 
 

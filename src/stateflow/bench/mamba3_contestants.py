@@ -58,7 +58,7 @@ class Mamba3(Subject):
             raise ValueError(f"{heads} heads of {k_dim} x {v_dim} with {tokens} tokens: no number may be below 1")
         if k_dim % 8:
             raise ValueError(f"N = {k_dim}: must be a multiple of 8, so that N / 4 angles are an even number")
-        return Shape("mamba3", heads, 1, k_dim, v_dim, dtype, 1, tokens)
+        return Shape("mamba3", heads, 1, k_dim, v_dim, dtype, 1, tokens, num_angles(k_dim))
 
     def contestants(self, group, shape, device):
         return {OURS: _ours, OFFICIAL: _official}[group](shape, device)
@@ -111,6 +111,17 @@ class Mamba3(Subject):
         theta = results[OUTPUTS.index("theta")]
         results[OUTPUTS.index("theta")] = torch.stack([theta.cos(), theta.sin()])
         return results
+
+    def check_plan(self, contestant, shape, device):
+        """Raises if the self-check would put anything else in this plan's place."""
+        from stateflow.recurrence.mamba3_kernels import Problem
+        from stateflow.recurrence.self_check import checked_plan
+
+        dtypes = (getattr(torch, shape.dtype),) * 2
+        sizes = (shape.num_heads, shape.k_dim, shape.v_dim, shape.num_angles)
+        problem = Problem(device, *dtypes, *sizes, has_docs=False, batch=shape.batch)
+        if checked_plan(problem, contestant.plan) != contestant.plan:
+            raise ValueError("the kernels' self-check failed with this plan")
 
     def get_ready(self, group, shapes, device, work, turns):
         if group == OFFICIAL:
