@@ -137,7 +137,8 @@ def backend_for(shape: Shape, device: torch.device) -> str:
     try:
         with torch.no_grad():
             mamba3(*inputs, backend="triton")
-    except ValueError:
+    except ValueError as error:
+        print(f"{shape}: {error}", flush=True)
         return "chunk"
     return "triton"
 
