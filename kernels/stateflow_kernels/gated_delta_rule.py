@@ -168,7 +168,7 @@ class _Problem:
         state_in: Tensor, states: Tensor, v_new: Tensor, state_out: Tensor,
     ) -> None:  # fmt: skip
         """ST: from `state_in`, the state before the first of these chunks, to `state_out`."""
-        if hopper.runs(self, tile):
+        if hopper.runs(self, tile, prepared.solve, k, v):
             hopper.transition(
                 self, tile, chunks, prepared.solve, prepared.factors, k, v, state_in, states, v_new, state_out
             )
@@ -188,7 +188,7 @@ class _Problem:
         `tiles` hold P^T dO and receive a.
         """
         outputs = (grad_state_in, tiles, grad_states, grad_state_out)
-        if hopper.runs(self, tile):
+        if hopper.runs(self, tile, prepared.solve, q, k, grad_o):
             hopper.transition_backward(self, tile, chunks, prepared.solve, prepared.factors, q, k, grad_o, *outputs)
             return
         _, kappa, r, decay, rho = prepared.factors.unbind(3)

@@ -52,8 +52,11 @@ def default_stages(backward: bool, k_dim: int, block_v: int, shared_memory: int)
     return fitting[0] if fitting else None
 
 
-def runs(problem: _Problem, tile: Tile) -> bool:
-    """Whether ST and STB of this problem are launched in this form."""
+def runs(problem: _Problem, tile: Tile, *given: Tensor) -> bool:
+    """Whether ST and STB of this problem are launched in this form.
+
+    `given`: tensors that come from the caller; the copy engine takes multiples of 16 bytes.
+    """
     return (
         tile.specialized
         and problem.batch == 1
@@ -61,6 +64,7 @@ def runs(problem: _Problem, tile: Tile) -> bool:
         and problem.k_dim in K_DIMS
         and tile.block_v in BLOCKS_V
         and problem.v_dim % tile.block_v == 0
+        and all(x.data_ptr() % 16 == 0 for x in given)
         and available(problem.device)
     )
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stateflow_kernels import gated_delta_rule as launcher
-from stateflow_kernels import plans
+from stateflow_kernels import hopper, plans
 from stateflow_kernels.gated_delta_rule import Plan, Tile, default_plan
 from stateflow_kernels.plan_table import (
     Entry,
@@ -257,3 +258,25 @@ def test_a_forced_plan_reaches_calls_that_already_know_theirs(monkeypatch):
         gated_delta_rule(*inputs, backend="triton")
     gated_delta_rule(*inputs, backend="triton")
     assert used[1] == forced and used[0] == used[2] != forced
+
+
+@pytest.mark.parametrize(
+    ("change", "runs"),
+    [
+        ({}, True),
+        (dict(batch=2), False),
+        (dict(dtype=torch.float32), False),
+        (dict(k_dim=96), False),
+        (dict(v_dim=144), False),
+        (dict(offset=1), False),
+        (dict(tile=Tile(32, 4, 4)), False),
+        (dict(available=False), False),
+    ],
+    ids=str,
+)
+def test_where_the_walks_for_hopper_run(change, runs, monkeypatch):
+    values = dict(batch=1, dtype=torch.bfloat16, k_dim=128, v_dim=128, offset=0, available=True)
+    values |= dict(tile=Tile(32, 4, 4, specialized=True), device=torch.device("cpu")) | change
+    monkeypatch.setattr(hopper, "available", lambda device: values["available"])
+    memory = torch.empty(1024, dtype=torch.bfloat16)[values["offset"] :]
+    assert hopper.runs(SimpleNamespace(**values), values["tile"], memory) is runs
