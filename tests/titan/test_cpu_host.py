@@ -114,7 +114,7 @@ from stateflow.titan import data, report, tokenizer
 
 config = JobConfig()
 config.job.dump_folder = sys.argv[1]
-config.stateflow = types.SimpleNamespace(tokenizer="bytes", enable=False, num_chunks=None)
+config.stateflow = types.SimpleNamespace(tokenizer="bytes", enable=False, num_chunks=None, trace=False)
 config.model.name, config.model.flavor = "llama3_on_cpu", "debugmodel"
 config.training.dataset, config.training.local_batch_size, config.training.seq_len = "stdlib", 2, 64
 config.training.steps, config.training.mixed_precision_param = 3, "float32"
