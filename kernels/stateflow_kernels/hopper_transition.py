@@ -1,8 +1,8 @@
 """ST and STB for Hopper: `transition`'s walks, written for the latency of a step, in Gluon.
 
 A walk is bound by the latency of its steps, not by their work: a chain of products with a conversion, a fence and a
-barrier between each two. Triton's form has one more kind of wait, for memory: every fence of a warp waits for the
-copies which that warp has under way. So here one warp has the copy engine fetch the tiles, the factors of the tokens
+barrier between each two. In Triton's form the warps that compute also start the copies, and, by the times of variants,
+wait for them at their fences. So here one warp has the copy engine fetch the tiles, the factors of the tokens
 among them, another has it write the results, and the four warps that compute only compute. The state's 16-bit copy in
 shared memory is at once the operand of the next product and what is written to `states`.
 

@@ -1,4 +1,7 @@
-"""The state transition (ST) and its adjoint (STB), one kernel each for every family of linear recurrences.
+"""The state transition (ST) and its adjoint (STB), one kernel each, in a form that several recurrences share.
+
+The gated delta rule runs on them, with a solve and a scalar decay. Nothing uses or tests the other settings of the two
+flags yet (Mamba-3 has a scan of its own).
 
 Per head and kernel chunk of C tokens, with the state S [K, V] before the chunk and one factor a token each in the
 diagonal matrices b, r, kappa and rho:
