@@ -1,7 +1,7 @@
 """The command line: ``stateflow train|verify|tune-kernels CONFIG [options] [torchtitan overrides]``, and
 ``stateflow doctor`` and ``stateflow bench``.
 
-Planning (``plan``, ``simulate``, ``draw``, ``sweep``) is in ``stateflow.commands``, one file a command.
+Planning (``plan``, ``simulate``, ``predict``, ``draw``, ``sweep``) is in ``stateflow.commands``, one file a command.
 
 ``python -m stateflow`` is the same program.
 
