@@ -1,10 +1,10 @@
 """The schedule on top of torch.distributed.pipelining: ``StateFlowStage`` and ``ScheduleStateFlow``.
 
-This is the only file that touches torch's private pipelining names.  What torch provides: the executor of a lowered
+Only this file and ``edges`` touch torch's private pipelining names.  What torch provides: the executor of a lowered
 table, FSDP2's unshard/reshard/reduce, DDP's no-sync, profiling ranges.  What is ours: the order (``policies``), its
-check (``checker``), lowering, splitting along (batch, sequence), boundary states (``stage``), the split of the backward
-(``deferred``), buffers, sends and receives (``transport``), their failure (``progress``, ``watchdog``), and losses by
-unit.  torch's microbatch index is the unit ``a * N + i`` here.
+check (``checker``), lowering, splitting along (batch, sequence), boundary states (``stage``), the split of the
+backward (``deferred``), buffers and sends (``transport``), process groups (``edges``), their failure (``progress``,
+``watchdog``), and losses by unit.  torch's microbatch index is the unit ``a * N + i`` here.
 
 Tested on torch 2.11 and 2.13: whatever moved between these releases (metadata inference, receive infos, signatures of
 private hooks) is overridden rather than adapted to.
@@ -21,17 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _batch_p2p,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
 
 from stateflow.chunks import ChunkPlan, chunk_documents
 from stateflow.pipeline.checker import check_communication, check_schedule
-from stateflow.pipeline.lowering import lower
+from stateflow.pipeline.edges import Edges
+from stateflow.pipeline.lowering import edges_of, lower
 from stateflow.pipeline.policies import build_schedule
 from stateflow.pipeline.progress import Message
 from stateflow.pipeline.schedule import Action, Kind, Schedule
@@ -80,6 +76,7 @@ class StateFlowStage(PipelineStage):
         self.pool = BufferPool(self.device)
         self.progress = make_progress(self.group, self.device)
         self.ledger = SendLedger(self.progress)
+        self.edges: Edges | None = None  # the schedule's
         self.action_hook: ActionHook | None = None
         self.loss_scale: float | Tensor = 1.0
         self.unit_outputs: dict[int, object] = {}
@@ -102,16 +99,14 @@ class StateFlowStage(PipelineStage):
         return None
 
     def _get_init_p2p_neighbors_ops(self):
-        # With several stages a rank a neighbour may be this rank itself; gloo cannot send to itself.
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+        return []  # edges are connected when they are made
 
     # ---- communication
     def _unit(self, u: int) -> tuple[int, int]:
         return divmod(u, self.plan.num_chunks)
 
     # torch gets no operations to start and wait for, as it would not say which one failed; and it would keep the Work
-    # of sends, and the tensors, until the end of the step. Sends and receives go through the same helper: single and
-    # batched operations use different NCCL communicators.
+    # of sends, and the tensors, until the end of the step.
     def _recv(self, direction: str, u: int, peer_stage: int) -> list:
         a, chunk = self._unit(u)
         peer = self.stage_index_to_group_rank[peer_stage]
@@ -121,19 +116,13 @@ class StateFlowStage(PipelineStage):
         inbox[u] = buffer.detach()  # an alias, so that the pooled tensor itself never joins a graph
         kind = Kind.RECV_F if direction == "F" else Kind.RECV_B
         with self.progress.action(Action(self.stage_index, kind, a, chunk)), self.progress.with_peer(peer):
-            self._receives[direction, u] = _batch_p2p(
-                [dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer)]
-            )
+            self._receives[direction, u] = self.edges.receive(buffer, peer)
         return []
 
     def _send(self, kind: Kind, u: int, tensor: Tensor, peer_stage: int) -> list:
         peer = self.stage_index_to_group_rank[peer_stage]
-
-        def start(t: Tensor) -> list:
-            return _batch_p2p([dist.P2POp(dist.isend, t, group=self.group, group_peer=peer)])
-
         with self.progress.action(Action(self.stage_index, kind, *self._unit(u))):
-            self.ledger.post((kind, self.stage_index, *self._unit(u)), tensor, peer, start)
+            self.ledger.post((kind, self.stage_index, *self._unit(u)), tensor, peer, self.edges.send)
         return []
 
     def get_fwd_recv_ops(self, u: int):
@@ -358,8 +347,10 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
         progress = stages[0].progress
         ledger = SendLedger(progress, arrival_proofs(self.lowered, schedule.stage_to_rank, self.rank))
         pool = BufferPool(stages[0].device)
+        self._edges = Edges(stages[0].group or dist.group.WORLD, edges_of(schedule), stages[0].device)
         for stage in stages:
             stage.progress, stage.ledger, stage.pool, stage.action_hook = progress, ledger, pool, action_hook
+            stage.edges = self._edges
             stage.units.loss_fn = loss_fn if stage.is_last else None
         self.progress, self.ledger, self.pool = progress, ledger, pool
         self._watchdog = Watchdog(progress, stages[0].device)
@@ -444,6 +435,7 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
             stage.has_backward = self._has_backward
             stage.loss_scale = loss_scale
             stage.clear_runtime_states()
+        self._edges.follow_timeout()
         self._watchdog.start()
         with self.progress.step():
             # A target is only for the last of this rank's stages; torch hands one kwargs dict to all of them.

@@ -93,11 +93,11 @@ class SendLedger:
         self.peak_pending = 0
         progress.pending = lambda: list(self._pending)
 
-    def post(self, message: Message, tensor: Tensor, peer: int, send: Callable[[Tensor], Iterable]) -> None:
+    def post(self, message: Message, tensor: Tensor, peer: int, send: Callable[[Tensor, int], Iterable]) -> None:
         """Starts a send to rank ``peer``; the tensor is kept alive until the send is retired."""
         tensor = tensor.contiguous()  # gloo and NCCL send raw memory
         with self.progress.with_peer(peer):
-            self._pending[message] = (list(send(tensor)), tensor, peer)
+            self._pending[message] = (list(send(tensor, peer)), tensor, peer)
         self.peak_pending = max(self.peak_pending, len(self._pending))
 
     def received(self, message: Message) -> None:
