@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 GRACE_SECONDS = 30.0
+REPORTS = "STATEFLOW_REPORTS"  # environment: a folder for the last words of processes, of which torchrun shows one's
 
 
 def end_with_parent() -> None:
