@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stateflow.loss import linear_cross_entropy, reference_cross_entropy
 from stateflow.recurrence import attention_parts, gated_delta_rule, mamba3, short_conv
@@ -111,7 +112,8 @@ def test_attention_of_two_parts(part, batch, num_tokens, prefix_len, groups, rep
     monkeypatch.setattr(attention_parts, "choose", lambda *_: part)
     monkeypatch.setattr(attention_parts, "_refused", set())
     result = with_cpu_grads(test_prefix_attention.run(low, prefix_len, None), low)
-    assert not attention_parts._refused
+    if num_tokens % 128 == 0:  # of odd lengths cuDNN may think better
+        assert not attention_parts._refused
     expected = test_prefix_attention.run(high, prefix_len, None, backend="reference")
     check(result, with_cpu_grads(expected, high), 1, torch.bfloat16)
 
@@ -121,7 +123,7 @@ def test_cudnn_is_taken_on_hopper_unless_switched_off():
     operands = attention_parts.Operands(*inputs)
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     assert attention_parts.choose(operands, None) is (attention_parts.CUDNN if hopper else attention_parts.FLASH)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         assert attention_parts.choose(operands, None) is attention_parts.FLASH
 
 

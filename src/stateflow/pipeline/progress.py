@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from stateflow.launch import REPORTS
@@ -104,7 +105,8 @@ class Progress:
         """Around all that an action does."""
         self._move(Place(action))
         yield
-        self._mark()
+        if action.is_compute:
+            self._mark()
         self._move(Place(action, done=True))
 
     @contextmanager
@@ -117,6 +119,8 @@ class Progress:
         self._move(outer._replace(peer=peer, message=message, sent=sent))
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise  # this rank's own fault
         except RuntimeError as error:
             report = self.report(str(error).strip())
             publish(report)

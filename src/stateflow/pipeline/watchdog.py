@@ -39,6 +39,8 @@ class Watchdog:
 
     def __init__(self, progress: Progress, device: torch.device, end: Callable[[str], None] | None = None):
         self._progress = weakref.ref(progress)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # of this thread, which will not watch
         self._device = device
         self._end = end or end_process
         self._thread: threading.Thread | None = None
@@ -111,11 +113,10 @@ def _record_event() -> torch.cuda.Event:
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> Callable[[], float | None]:
     """Tells the seconds that an operation of ``group`` may take, as set when asked; None if the backend does not."""
-    backend = group._get_backend(device)
 
     def seconds() -> float | None:
-        with suppress(AttributeError):
-            return backend.options._timeout.total_seconds()
+        with suppress(AttributeError, RuntimeError):  # no such option, no such backend
+            return group._get_backend(device).options._timeout.total_seconds()
         return None
 
     return seconds
