@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,8 +39,8 @@ from stateflow.titan.bench import Row, device_name, measure_rows
 BASE = Path(__file__).parents[1] / "titan_configs"
 NUM_CHUNKS, SKEWS = (2, 4, 8, 16, 32), (0.0, 0.25, 0.5, 0.75, 1.0)
 K = 1024
-# Seconds that a launch and a row take beside their steps, and by how much steps may be slower than predicted, until
-# rows of this run say better.
+# Seconds that a launch and a row take beside their steps; times that steps may take what is predicted, until measured
+# rows say better.
 LAUNCH, ROW, SLOWER = 60.0, 20.0, 1.5
 REHEARSED_TOKENS = 1024  # one rehearsed token stands for so many
 
@@ -349,15 +350,14 @@ class Book:
     def has(self, entry: Entry) -> bool:
         return any(record["key"] == entry.key for record in self.records)
 
-    def slower(self) -> float:
-        """By how much the slowest of the measured rows exceeded its prediction; SLOWER without any."""
-        factors = [_median(r) / r["predicted_seconds"] for r in self.records if _median(r)]
-        return max(factors, default=SLOWER)
+    def slower(self, model: str) -> float:
+        """Times its prediction that a measured row took, the median of the model's, else of all; SLOWER without any."""
+        measured = [r for r in self.records if _median(r)]
+        same = [r for r in measured if r["entry"]["model"] == model] or measured
+        return statistics.median([_median(r) / r["predicted_seconds"] for r in same] or [SLOWER])
 
 
 def _median(record: dict) -> float | None:
-    import statistics
-
     seconds = record["row"]["seconds"]
     return statistics.median(seconds) if seconds and not record["row"]["error"] else None
 
@@ -403,7 +403,7 @@ def run(
             """Whether the row that runs, since the last one ended, can be expected to end in time."""
             if seconds is None:
                 return True
-            likely = likely_seconds(left[0], options, book.slower(), first=len(ends) == 1)
+            likely = likely_seconds(left[0], options, book.slower(left[0].entry.model), first=len(ends) == 1)
             return max(ends[-1] + likely, now()) <= begin + seconds
 
         arguments = titan_arguments(options.config, options.topology(pp, tp))

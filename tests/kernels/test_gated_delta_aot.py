@@ -11,6 +11,7 @@ import pytest
 from stateflow_kernels import hopper
 from stateflow_kernels.aot import overwritten
 
+pytestmark = pytest.mark.slow
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
 
 
