@@ -419,7 +419,7 @@ def run(
 
 def same_run(entry: Entry, overrides: Sequence[str]) -> tuple:
     """Entries that agree in it are one measurement: "plan/2" may be what another names by its number."""
-    return entry.pp, entry.tp, tuple(overrides)
+    return entry.pp, entry.tp, entry.case, tuple(overrides)
 
 
 # -------------------------------------------------------------------------------- reports
@@ -464,7 +464,8 @@ def figures(record: dict, records: Sequence[dict]) -> dict[str, str]:
         gain, m, p, n = _median(own) / median, entry.microbatches, entry.pp, max(1, len(row.chunks))
         texts["vs 1F1B"], texts["vs best 1F1B"] = f"{gain:.3f}x", f"{_median(best) / median:.3f}x"
         texts["of bound"] = f"{100 * gain / ((m + p - 1) / (m + (p - 1) / n)):.0f} %"
-        if (entry.pp, entry.tp) == (8, 1) and entry.microbatches in PAPER.get((entry.model, entry.tokens), {}):
+        as_in_paper = (entry.pp, entry.tp) == (8, 1) and row.seq_len == entry.tokens
+        if as_in_paper and entry.microbatches in PAPER.get((entry.model, entry.tokens), {}):
             texts["paper"] = f"{PAPER[entry.model, entry.tokens][entry.microbatches]:.2f}x"
     return texts
 
