@@ -23,8 +23,8 @@ demo: $(STAMP) ## train a small model on this machine's CPU, two processes, a fe
 	@rm -rf outputs/demo
 	@CUDA_VISIBLE_DEVICES= $(BIN)/stateflow train titan_configs/demo.toml $(ARGS)
 
-quick: $(STAMP) ## the tests that start no processes and compile nothing
-	@$(PYTEST) -m "not gpu and not processes and not slow" $(ARGS)
+quick: $(STAMP) ## the tests that start no processes and compile nothing, without those of the kernels
+	@$(PYTEST) -m "not gpu and not processes and not slow" --ignore=tests/kernels $(ARGS)
 
 test: $(STAMP) ## run the tests that need no GPU
 	@$(PYTEST) -m "not gpu" $(ARGS)
