@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stateflow import cli
 from stateflow.cli import main, parse_config, world_size
 from stateflow.model import LanguageModel
 
@@ -116,6 +117,17 @@ def test_the_loss_is_logged_where_the_last_stage_is():
     assert rank("--stateflow.policy=v_shape") == 0
     assert rank("--parallelism.pipeline_parallel_schedule=ZBVZeroBubble") == 2  # not in use
     assert rank("--parallelism.pipeline_parallel_degree=1") == 0
+
+
+def test_what_hidden_ranks_report_is_shown_at_the_end(monkeypatch, capsys):
+    def run(command, env):
+        for rank in range(3):
+            (Path(env[cli.REPORTS]) / f"rank_{rank}.txt").write_text(f"report of {rank}\n")
+        return 7
+
+    monkeypatch.setattr(cli, "run_to_its_end", run)
+    assert cli.torchrun(3, "torchtitan.train", [], log_rank=1) == 7
+    assert capsys.readouterr().err == "report of 0\nreport of 2\n"
 
 
 @pytest.mark.processes

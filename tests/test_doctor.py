@@ -57,7 +57,7 @@ def test_known_troubles_by_version():
     assert found(triton="3.5.0") == ["flash-linear-attention issue 640"]
     ours = "StateFlow's own GPU tests"
     assert found(triton="3.6.0+git1234") == ["flash-linear-attention issue 640", "triton issue 9757", ours]
-    assert found(triton="3.7.1", ptxas="12.8.93") == ["flash-linear-attention issue 1262"]
+    assert found(triton="3.7.1", ptxas="12.8.93") == [f"{ours}, flash-linear-attention issue 1262"]
     assert all(entry.what and entry.here for entry in doctor.KNOWN)
 
 

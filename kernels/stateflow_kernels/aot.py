@@ -5,8 +5,9 @@
 Compiles every case of the named modules of this package (without names: of all that have an `aot_cases`) for each of
 `TARGETS` and prints one line of JSON a case: `module`, `case`, `arch`, `triton`, `num_warps`, `num_stages`,
 `registers` of a thread, `spill_bytes` (the stack frame of a thread; nothing but spilled registers lives there),
-`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten` (see there), and `failed`
-with the compiler's words instead of the last five where it does not compile. Exit status 1 if any case failed.
+`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten` and `undefined` (faults of
+compilers, see the functions), and `failed` with the compiler's words instead of the last six where it does not compile.
+Exit status 1 if any case failed.
 """
 
 import importlib
@@ -19,13 +20,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import stateflow_kernels
+
+from .assembler import bundled, undefined
 
 TARGETS = (80, 90)
 
@@ -68,15 +70,17 @@ def compile_case(case: AotCase, arch: int):
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and its bytes of stack frame and local memory."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def _dump(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
+        command = [bundled("cuobjdump"), what, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and its bytes of stack frame and local memory."""
+    text = _dump(cubin, "--dump-resource-usage")
     used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return used["REG"], used["STACK"] + used["LOCAL"]
 
@@ -120,6 +124,7 @@ def report(case: AotCase, arch: int) -> dict[str, object]:
         "shared_bytes": compiled.metadata.shared,
         "wgmma": "wgmma" in compiled.asm["ptx"],
         "overwritten": overwritten(compiled.asm["ttgir"]),
+        "undefined": undefined(_dump(compiled.asm["cubin"], "--dump-sass")),
     }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 GRACE_SECONDS = 30.0
 WATCH_SECONDS = 0.2
+REPORTS = "STATEFLOW_REPORTS"  # environment: a folder for the last words of processes, of which torchrun shows one's
 
 
 def end_with_parent() -> None:

@@ -191,9 +191,18 @@ class StageCost:
 
 def stage_costs(job: Job) -> list[StageCost]:
     """The stages of a job, in order."""
-    kinds = set(job.model.layer_kinds())
-    costs = {kind: layer_cost(job.model, kind, job.tensor_parallel, job.compute_dtype) for kind in kinds}
+    costs = _layer_costs(job)
     return [_stage_cost(job, part, costs) for part in job.parts]
+
+
+def stage_cost(job: Job, part: Sequence[str]) -> StageCost:
+    """A stage of these modules, whether or not it is one of the job's."""
+    return _stage_cost(job, part, _layer_costs(job))
+
+
+def _layer_costs(job: Job) -> dict[str, LayerCost]:
+    kinds = set(job.model.layer_kinds())
+    return {kind: layer_cost(job.model, kind, job.tensor_parallel, job.compute_dtype) for kind in kinds}
 
 
 def _stage_cost(job: Job, part: Sequence[str], costs: dict[str, LayerCost]) -> StageCost:
