@@ -139,7 +139,7 @@ def test_verify_exits_by_its_verdict(plant, tmp_path):
         "--model.flavor=tiny", "--training.seq_len=64", "--validation.seq_len=64",
         *(["--plant", plant] if plant else []),
     ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert result.returncode == (1 if plant else 0), result.stdout + result.stderr
     assert ("FAILED" if plant else "OK: largest relative difference") in result.stdout
     assert json.loads(figures.read_text())["passed"] is (plant is None)

@@ -12,6 +12,7 @@ from stateflow_kernels import hopper
 from stateflow_kernels.aot import overwritten
 from stateflow_kernels.assembler import undefined
 
+pytestmark = pytest.mark.slow
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -61,6 +61,7 @@ class LayerCost:
 
 def layer_cost(config: ModelConfig, kind: str, degree: int, dtype: torch.dtype) -> LayerCost:
     """Counts one layer of ``kind`` under tensor parallelism of ``degree`` for activations of ``dtype``."""
+    config = replace(config, backend="chunk")  # kernels do not run on the meta device, whatever the config asks of them
     with torch.device("meta"):
         block = Block(config.dim, MIXERS[kind](config), config.ffn_dim, config.norm_eps)
     held = cut_by_heads(block, degree)
