@@ -17,14 +17,14 @@ _NUMBERS = {"eps": "fp32", "A_floor": "fp32"}
 _LOW = {
     *("x_ptr", "z_ptr", "y_ptr", "B_ptr", "C_ptr", "dd_dt_ptr", "dd_A_ptr", "trap_ptr", "angle_ptr", "states_ptr"),
     *("grad_y_ptr", "grad_read_ptr", "grad_states_ptr", "grad_x_ptr", "grad_z_ptr", "grad_B_ptr", "grad_C_ptr"),
-    "grad_angle_ptr",
+    *("grad_angle_ptr", "k_rows_ptr", "q_rows_ptr"),
     *("grad_dd_dt_ptr", "grad_dd_A_ptr", "grad_trap_ptr", "query_rows_ptr", "key_rows_ptr", "speed_rows_ptr"),
 }
 
 
 def _case(name: str, kernel, tile: Tile) -> AotCase:
     values = dict(BATCH=1, H=_H, N=_N, P=_P, R=_R, C=CHUNK, BN=_N, BP=_P, BR=_R, BX=_N - 2 * _R, BV=tile.block_v)
-    values |= dict(BT=SHARED_TOKENS, NB=_N // default_plan(_N, _P, torch.bfloat16).scan_backward.block_v)
+    values |= dict(BT=SHARED_TOKENS, NB=_P // default_plan(_N, _P, torch.bfloat16).scan_backward.block_v)
     values |= dict(HAS_DOCS=True, DTYPE=tl.bfloat16, PRECISION="tf32", STAGES=tile.num_stages)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
@@ -41,8 +41,7 @@ def aot_cases() -> list[AotCase]:
         "local": mamba3.local_kernel,
         "out": mamba3.out_kernel,
         "local_backward": mamba3_backward.local_backward_kernel,
-        "query_gradients": mamba3_gradients.query_gradients_kernel,
-        "key_gradients": mamba3_gradients.key_gradients_kernel,
+        "gradients": mamba3_gradients.gradients_kernel,
         "scan": mamba3.scan_kernel,
         "scan_backward": mamba3_backward.scan_backward_kernel,
     }
