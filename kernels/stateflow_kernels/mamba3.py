@@ -294,7 +294,7 @@ def local_kernel(
         k_last = tl.load(k_last_ptr + head * N + true_columns(ns, R), mask=ns < N)
         tl.store(k_bound_ptr + bound * N + ns, k_last, mask=ns < N)
 
-    factor = (scale * end_decay(gate_sum, start, C))[:, None]
+    factor = (scale * end_decay(gate_sum, gate_sum_ptr + chunk * C, start, C, HAS_DOCS))[:, None]
     first = rounded(first * factor, DTYPE)
     second = rounded(second * factor, DTYPE)
     rest = rounded(rest * factor, DTYPE)

@@ -49,6 +49,7 @@ def aot_cases() -> list[AotCase]:
         "shared": (mamba3.shared_kernel, SMALL),
         "gates": (mamba3.gates_kernel, SMALL),
         "theta": (mamba3.theta_kernel, ONE_WARP),
+        "owed": (mamba3_backward.owed_kernel, ONE_WARP),
         "carry": (mamba3_finish.carry_kernel, ONE_WARP),
         "gates_backward": (mamba3_finish.gates_backward_kernel, SMALL),
         "shared_backward": (mamba3_finish.shared_backward_kernel, SMALL),

@@ -4,6 +4,7 @@ After the forward's Shared, Gates, Theta, Local and Scan, which put q, k and S~ 
 
     Local back   A' = dY^T (gam Q)                                               (a chunk and head)
     Scan back    E in the place of A', E~ = Gam E + A'; dk_0, dv_0, dd_1         (some rows of a head's S, in reverse)
+    Owed         sums of dk_0 for the token before the chunk                     (a chunk and head)
     Gradients    dz, dx, and of q, k, angles and gates of this head              (a chunk and head)
     Carry        the gradient of theta that comes into a chunk from later ones   (a head, in reverse)
     Gates back   ddt, dA, dtrap                                                  (a chunk and head)
@@ -127,3 +128,41 @@ def scan_backward_kernel(
         tl.store(grad_v_bound_ptr + chunk * P + ps, before * read, mask=ps < P)
         tl.store(grad_before_ptr + chunk * NB + block, tl.sum(v * read, axis=0))
     tl.store(grad_state_in_ptr + outside, grad, mask=mask)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def owed_kernel(
+    grad_k_out_ptr,
+    grad_k_bound_ptr,
+    owed_k_ptr,
+    grad_k_last_ptr,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    BN: tl.constexpr,
+    NB: tl.constexpr,
+):
+    """Owed of one chunk and head: dk_0 goes to the chunk before, the first one's to the call before.
+
+    `owed_k` [B, H, NC, N]: what k of each chunk's last token gets from behind; the last chunk's is `grad_k_out`
+    [B, H, N], which like `grad_k_last` has its columns in their true places.
+    """
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (BATCH * H)
+    head = (pid % (BATCH * H)).to(tl.int64)
+    chunk = head * num_chunks + n
+    ns = tl.arange(0, BN)
+    true = head * N + true_columns(ns, R)
+    grad = tl.zeros([BN], tl.float32)
+    for block in tl.static_range(NB):
+        grad += tl.load(grad_k_bound_ptr + (chunk * NB + block) * N + ns, mask=ns < N, other=0.0)
+    if n == 0:
+        tl.store(grad_k_last_ptr + true, grad, mask=ns < N)
+    else:
+        tl.store(owed_k_ptr + (chunk - 1) * N + ns, grad, mask=ns < N)
+    if n == num_chunks - 1:
+        tl.store(owed_k_ptr + chunk * N + ns, tl.load(grad_k_out_ptr + true, mask=ns < N), mask=ns < N)

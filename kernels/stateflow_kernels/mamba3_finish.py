@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .decays import document_starts
 from .mamba3 import _LENGTHS, _last_start
-from .mamba3_tiles import element, load_group, load_speed, sigmoid, softplus, sum_of_blocks, true_columns
+from .mamba3_tiles import element, load_group, load_speed, sigmoid, softplus, true_columns
 from .primitives import rounded
 
 
@@ -17,27 +17,22 @@ def carry_kernel(
     grad_theta_ptr,
     doc_start_ptr,
     turn_total_ptr,
-    grad_k_bound_ptr,
     grad_v_bound_ptr,
     carry_ptr,
     grad_theta_in_ptr,
-    grad_k_last_ptr,
     grad_v_last_ptr,
     num_tokens,
     num_chunks,
     H: tl.constexpr,
-    N: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
-    BN: tl.constexpr,
     BR: tl.constexpr,
     BP: tl.constexpr,
-    NB: tl.constexpr,
     HAS_DOCS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Carry of one head: `carry` [B, H, NC, R]. And dk and dv of the token before the first."""
+    """Carry of one head: `carry` [B, H, NC, R]. And dv of the token before the first."""
     head = tl.program_id(0).to(tl.int64)
     batch = head // H
     angles = tl.arange(0, BR)
@@ -54,9 +49,6 @@ def carry_kernel(
     ps = tl.arange(0, BP)
     grad_v = tl.load(grad_v_bound_ptr + head * num_chunks * P + ps, mask=ps < P)
     tl.store(grad_v_last_ptr + head * P + ps, grad_v, mask=ps < P)
-    ns = tl.arange(0, BN)
-    grad_k = sum_of_blocks(grad_k_bound_ptr + head * num_chunks * NB * N, ns, ns < N, NB, N)
-    tl.store(grad_k_last_ptr + head * N + true_columns(ns, R), grad_k, mask=ns < N)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -126,6 +118,8 @@ def gates_backward_kernel(
     trap = tl.load(trap_ptr + gate, mask=in_chunk, other=0.0).to(tl.float32)
     dt = softplus(raw_dt)
     size = softplus(raw_A)
+    # Where a gate leaves nothing of what came before, the sums' rounding is all that there is.
+    grad_log = tl.where(tl.maximum(size, A_floor) * dt > 104.0, 0.0, grad_log)
     weight = sigmoid(trap)
     grad_dt = grad_own * weight + grad_before * sigmoid(-trap) + grad_turn - tl.maximum(size, A_floor) * grad_log
     grad_dt = tl.where(in_chunk, grad_dt * sigmoid(raw_dt), 0.0)

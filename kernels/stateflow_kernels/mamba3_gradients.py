@@ -3,7 +3,8 @@
 The gradient of theta is taken with the rounded q and k of the products: only so does what turns both cancel. For the
 same reason both parts multiply with the same rounded gradients of pairs, which have s in them: k goes without it.
 What a token's gate gets as one that is written, <k, dkh>, and as one that is decayed is in the products with v as well:
-<gam q, J> = <dY, gam S~ q> and <e F, kh> = <v, e E^T kh>, so neither needs dq or dk.
+<gam q, J> = <dY, gam S~ q> and <e F, kh> = <v, e E^T kh>, so neither needs dq or dk. Of pairs both sums are of one
+tile: where a gate is large, they must cancel.
 """
 
 import triton
@@ -13,7 +14,6 @@ from .decays import document_starts, start_decay
 from .mamba3 import _LENGTHS
 from .mamba3_tiles import (
     earlier_decay,
-    element,
     end_decay,
     later_decay,
     load_group,
@@ -24,22 +24,9 @@ from .mamba3_tiles import (
     row_products,
     sigmoid,
     store_group,
-    sum_of_blocks,
     turn,
 )
 from .primitives import diagonal, dot, rounded
-
-
-@triton.jit
-def _inner_product(a_ptr, b_ptr, SIZE: tl.constexpr, STAGES: tl.constexpr):
-    """<a, b> of two whole states of SIZE numbers: in no loop with products, which would have to hold the tiles."""
-    BLOCK: tl.constexpr = 2048
-    total = tl.zeros([BLOCK], tl.float32)
-    for block in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
-        offset = block + tl.arange(0, BLOCK)
-        a = tl.load(a_ptr + offset, mask=offset < SIZE, other=0.0).to(tl.float32)
-        total += a * tl.load(b_ptr + offset, mask=offset < SIZE, other=0.0).to(tl.float32)
-    return tl.sum(total, axis=0)
 
 
 @triton.jit
@@ -54,14 +41,13 @@ def _store_gradient(
 
 
 @triton.jit
-def _owed(grad_k_out_ptr, next_ptr, columns, true, valid, is_last, is_final, NB: tl.constexpr, N: tl.constexpr):
-    """What the chunk after this one, or the next call, owes to k of the last token, for some columns [W]; else 0.
-
-    `grad_k_out`: [N] from outside, where the columns are `true`; `next`: [NB, N], the parts of the next chunk's dk_0.
-    """
-    owed = sum_of_blocks(next_ptr, columns, valid & (columns < N * (1 - is_final)), NB, N)
-    owed += tl.load(grad_k_out_ptr + true, mask=valid & (columns < N * is_final), other=0.0)
-    return tl.where(is_last, owed[None, :], 0.0)
+def _angle_gradient(grad_first, grad_second, rows_ptr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr):
+    """That of theta [C, BR], from those of the turned columns and these, loaded again: see `_values`."""
+    columns = tl.arange(0, BR)
+    offset = tl.arange(0, C)[:, None] * N + columns[None, :]
+    first = tl.load(rows_ptr + offset, mask=(columns < R)[None, :], other=0.0, volatile=True).to(tl.float32)
+    second = tl.load(rows_ptr + R + offset, mask=(columns < R)[None, :], other=0.0, volatile=True).to(tl.float32)
+    return grad_second * first - grad_first * second
 
 
 @triton.jit
@@ -126,20 +112,20 @@ def gradients_kernel(
     z_ptr,
     D_ptr,
     doc_start_ptr,
-    grad_k_out_ptr,
     grad_v_out_ptr,
     speed_ptr,
     dt_ptr,
     own_ptr,
     scale_ptr,
     gate_sum_ptr,
+    decay_ptr,
     theta_ptr,
     k_rows_ptr,
     q_rows_ptr,
     states_ptr,
     k_bound_ptr,
     grad_states_ptr,
-    grad_k_bound_ptr,
+    owed_k_ptr,
     grad_v_bound_ptr,
     grad_z_ptr,
     grad_x_ptr,
@@ -166,7 +152,6 @@ def gradients_kernel(
     BR: tl.constexpr,
     BX: tl.constexpr,
     BV: tl.constexpr,
-    NB: tl.constexpr,
     HAS_DOCS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -175,10 +160,10 @@ def gradients_kernel(
     """Gradients of one chunk and head.
 
     `query_rows`, `key_rows` [B, H, NC, C, N], `speed_rows` [.., R] in DTYPE: the head's part of what C, B and the
-    speeds get. By chunk and head float32: the sums over tokens for the biases [N] and D; gradients of gate sums, of
+    speeds get. By chunk and head float32: the sums over tokens for the biases [N]; gradients of D, of gate sums, of
     turns (ddt's part), of s and g by token; and the sum of turns [R] for what comes before the chunk.
 
-    `grad_k_out` [B, H, N], `grad_v_out` [B, H, P]: what comes in for k and v of the last token of all.
+    `owed_k` [B, H, NC, N]: see `owed_kernel`; `grad_v_out` [B, H, P]: what comes in for v of the last token of all.
     """
     pid = tl.program_id(0)
     n = first_chunk + pid // (BATCH * H)
@@ -218,24 +203,28 @@ def gradients_kernel(
     both, grad_both = diagonal(pairs, C), diagonal(grad_scores, C)
     own_read = own * both + tl.load(D_ptr + head % H).to(tl.float32)
     decay = earlier_decay(scale_ptr + tokens, gate_sum_ptr + tokens, start, C)
-    scores = rounded(tl.where(itself, own_read[:, None], pairs * decay), DTYPE)
-    log_pair = tl.where(itself, 0.0, grad_scores * scores.to(tl.float32))
+    scores = rounded(pairs * decay, DTYPE)
+    log_pair = grad_scores * scores.to(tl.float32)
     read_by, grad_gate = tl.sum(log_pair, axis=0), tl.sum(log_pair, axis=1)
     grad_pairs = rounded(tl.where(itself, (own * grad_both)[:, None], grad_scores * decay), DTYPE)
-    tl.store(grad_D_ptr + chunk, tl.sum(grad_both, axis=0))
+    tl.store(grad_D_ptr + tokens + ts, grad_both)
     first, second, rest = load_groups(states_ptr, vs, N, R, BR, BX, P, P % BV == 0)
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         block = v_block + tl.arange(0, BV)
         value_mask = in_chunk[:, None] & (block < P)[None, :]
         s_first, s_second, s_rest = _state(first, second, rest, states_ptr, block, N, P, R, BR, BX, BV, WHOLE)
+        # Loaded again, here and below: a product's tile would have to stay in registers. And before the
+        # product, or the sum would be taken in the layout of what was loaded.
+        grad_read_again = _values(None, grad_read_ptr, block, in_chunk, P, WHOLE, AGAIN=True)
         zeros = tl.zeros([C, BV], tl.float32)
         read = row_products(q_first, q_second, q_rest, s_first, s_second, s_rest, zeros, DTYPE, PRECISION) * from_start
+        grad_gate += tl.sum(grad_read_again.to(tl.float32) * read, axis=1)
+        read = dot(scores, _values(v, x_ptr, block, in_chunk, P, WHOLE), read, DTYPE, PRECISION)
+        read += own_read[:, None] * _values(None, x_ptr, block, in_chunk, P, WHOLE, AGAIN=True).to(tl.float32)
         z = tl.load(z_ptr + row + block[None, :], mask=value_mask, other=0.0).to(tl.float32)
         grad_y = tl.load(grad_y_ptr + row + block[None, :], mask=value_mask, other=0.0).to(tl.float32)
         share = sigmoid(z)
-        grad_gate += tl.sum(grad_y * z * share * read, axis=1)
-        read = dot(scores, _values(v, x_ptr, block, in_chunk, P, WHOLE), read, DTYPE, PRECISION)
-        grad_z = grad_y * read * share * (1.0 + z * (1.0 - share))
+        grad_z = read * (grad_y * (share * (1.0 + z * (1.0 - share))))
         tl.store(grad_z_ptr + row + block[None, :], rounded(grad_z, DTYPE), mask=value_mask)
 
     grad_rest = _through_state(
@@ -252,7 +241,7 @@ def gradients_kernel(
         grad_read, second, grad_read_ptr, states_ptr, in_chunk, R, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
     )
     grad_second = dot(grad_pairs, k_second, grad_second * from_start, DTYPE, PRECISION)
-    grad_theta = grad_second * q_first.to(tl.float32) - grad_first * q_second.to(tl.float32)
+    grad_theta = _angle_gradient(grad_first, grad_second, q_rows_ptr + rows, N, R, C, BR)
     speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
     dt = tl.load(dt_ptr + tokens + ts)
     cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
@@ -267,25 +256,34 @@ def gradients_kernel(
         v, grad_read, x_ptr, grad_read_ptr, in_chunk, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
     )
     decay = later_decay(scale_ptr + tokens, gate_sum_ptr + tokens, start, C)
-    scores = rounded(tl.where(itself, own_read[:, None], pairs * decay), DTYPE)
+    scores = rounded(pairs * decay, DTYPE)
     grad_pairs = rounded(tl.where(itself, (own * grad_both)[:, None], grad_scores * decay), DTYPE)
     scale = tl.load(scale_ptr + tokens + ts)
     gate_sum = tl.load(gate_sum_ptr + tokens + ts)
-    to_end = (scale * end_decay(gate_sum, start, C))[:, None]
+    to_end = (scale * end_decay(gate_sum, gate_sum_ptr + tokens, start, C, HAS_DOCS))[:, None]
     is_last = (ts == tl.minimum(num_tokens - n * C, C) - 1)[:, None]
     # As numbers: a number and a vector of truth values do not mix in the interpreter.
     is_final = tl.where(n == num_chunks - 1, 1, 0)
     at_end = tl.zeros([C], tl.float32)
-    first, second, rest = load_groups(grad_states_ptr, vs, N, R, BR, BX, P, P % BV == 0)
+    whole = tl.zeros([BV], tl.float32)
+    e_first, e_second, e_rest = load_groups(grad_states_ptr, vs, N, R, BR, BX, P, P % BV == 0)
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         block = v_block + tl.arange(0, BV)
-        s_first, s_second, s_rest = _state(first, second, rest, grad_states_ptr, block, N, P, R, BR, BX, BV, WHOLE)
+        s_first, s_second, s_rest = _state(first, second, rest, states_ptr, block, N, P, R, BR, BX, BV, WHOLE)
+        l_first, l_second, l_rest = _state(
+            e_first, e_second, e_rest, grad_states_ptr, block, N, P, R, BR, BX, BV, WHOLE
+        )
+        # <S~, E>, as the trace of a product.
+        zeros = tl.zeros([BV, BV], tl.float32)
+        states = row_products(s_first, s_second, s_rest, l_first, l_second, l_rest, zeros, DTYPE, PRECISION)
+        whole += diagonal(states, BV)
+        v_again = _values(None, x_ptr, block, in_chunk, P, WHOLE, AGAIN=True)
         zeros = tl.zeros([C, BV], tl.float32)
-        grad_v = row_products(k_first, k_second, k_rest, s_first, s_second, s_rest, zeros, DTYPE, PRECISION) * to_end
-        # Not the tile of a product, which would have to stay in registers.
-        again = _values(None, x_ptr, block, in_chunk, P, WHOLE, AGAIN=True)
-        at_end += tl.sum(grad_v * again.to(tl.float32), axis=1)
+        grad_v = row_products(k_first, k_second, k_rest, l_first, l_second, l_rest, zeros, DTYPE, PRECISION) * to_end
+        at_end += tl.sum(grad_v * v_again.to(tl.float32), axis=1)
         grad_v = dot(scores, _values(grad_read, grad_read_ptr, block, in_chunk, P, WHOLE), grad_v, DTYPE, PRECISION)
+        again = _values(None, grad_read_ptr, block, in_chunk, P, WHOLE, AGAIN=True)
+        grad_v += own_read[:, None] * again.to(tl.float32)
         # What the chunk after this one, or the next call, owes to the last token.
         owed = tl.load(grad_v_out_ptr + head * P + block, mask=block < P * is_final, other=0.0)
         owed += tl.load(grad_v_bound_ptr + (chunk + 1) * P + block, mask=block < P * (1 - is_final), other=0.0)
@@ -294,26 +292,29 @@ def gradients_kernel(
         tl.store(grad_x_ptr + row + block[None, :], rounded(grad_v, DTYPE), mask=value_mask)
 
     angles, others = tl.arange(0, BR), 2 * R + tl.arange(0, BX)
-    grad_k_out_ptr += head * N
-    next_ptr = grad_k_bound_ptr + (chunk + 1) * NB * N
+    # What the chunk after this one, or the next call, owes to k of the last token.
+    owed_k = owed_k_ptr + chunk * N
     grad_rest = _through_state(
-        v, rest, x_ptr, grad_states_ptr, in_chunk, 2 * R, N - 2 * R, BX,
+        v, e_rest, x_ptr, grad_states_ptr, in_chunk, 2 * R, N - 2 * R, BX,
         N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE,
     )  # fmt: skip
     grad_rest = dot(grad_pairs, q_rest, grad_rest * to_end, DTYPE, PRECISION)
-    grad_rest += _owed(grad_k_out_ptr, next_ptr, others, others, others < N, is_last, is_final, NB, N)
+    owed = tl.load(owed_k + others, mask=others < N, other=0.0)
+    grad_rest += tl.where(is_last, owed[None, :], 0.0)
     _store_gradient(key_bias_ptr + chunk * N, key_rows_ptr + rows, grad_rest, 2 * R, 1, N - 2 * R, BX, 2 * R, N, C)
     grad_first = _through_state(
-        v, first, x_ptr, grad_states_ptr, in_chunk, 0, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
+        v, e_first, x_ptr, grad_states_ptr, in_chunk, 0, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
     )
     grad_first = dot(grad_pairs, q_first, grad_first * to_end, DTYPE, PRECISION)
     grad_second = _through_state(
-        v, second, x_ptr, grad_states_ptr, in_chunk, R, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
+        v, e_second, x_ptr, grad_states_ptr, in_chunk, R, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
     )
     grad_second = dot(grad_pairs, q_second, grad_second * to_end, DTYPE, PRECISION)
-    grad_theta += grad_second * k_first.to(tl.float32) - grad_first * k_second.to(tl.float32)
-    owed_first = _owed(grad_k_out_ptr, next_ptr, angles, 2 * angles, angles < R, is_last, is_final, NB, N)
-    owed_second = _owed(grad_k_out_ptr, next_ptr, R + angles, 2 * angles + 1, angles < R, is_last, is_final, NB, N)
+    grad_theta += _angle_gradient(grad_first, grad_second, k_rows_ptr + rows, N, R, C, BR)
+    owed = tl.load(owed_k + angles, mask=angles < R, other=0.0)
+    owed_first = tl.where(is_last, owed[None, :], 0.0)
+    owed = tl.load(owed_k + R + angles, mask=angles < R, other=0.0)
+    owed_second = tl.where(is_last, owed[None, :], 0.0)
     # With k of the last token as it was handed on.
     handed_on = k_bound_ptr + (head * (num_chunks + 1) + n + 1) * N + angles
     last_first = tl.load(handed_on, mask=angles < R, other=0.0)
@@ -323,9 +324,8 @@ def gradients_kernel(
     _store_gradient(key_bias_ptr + chunk * N, key_rows_ptr + rows, grad_first, 0, 2, R, BR, 0, N, C)
     _store_gradient(key_bias_ptr + chunk * N, key_rows_ptr + rows, grad_second, 1, 2, R, BR, R, N, C)
 
-    whole = _inner_product(states_ptr, grad_states_ptr, N * P, STAGES)
-    at_last = tl.sum(at_end, axis=0) + element(start_decay(gate_sum, start), C - 1, C) * whole
-    tl.store(grad_gate_ptr + tokens + ts, grad_gate - read_by - at_end + tl.where(ts == C - 1, at_last, 0.0))
+    of_state = tl.sum(at_end, axis=0) + tl.load(decay_ptr + chunk) * tl.sum(whole, axis=0)
+    tl.store(grad_gate_ptr + tokens + ts, grad_gate - read_by - at_end + tl.where(ts == C - 1, of_state, 0.0))
     # <k, dkh>, from what is there: s times it is what all that read the token and the state's end got from it. Where s
     # is 0, so is what its gradient is multiplied with later.
     per_scale = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
@@ -334,6 +334,8 @@ def gradients_kernel(
     tl.store(grad_own_ptr + tokens + ts, grad_scale + grad_both * both)
 
     # From the gradient of theta to those of the chunk's turns.
+    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR, AGAIN=True)
+    dt = tl.load(dt_ptr + tokens + ts, volatile=True)
     seen = (ts[None, :] >= ts[:, None]) & (ts[:, None] >= start[None, :])
     grad_turn = masked_sum(seen, grad_theta)
     tl.store(grad_turn_ptr + tokens + ts, tl.sum(grad_turn * speed, axis=1))

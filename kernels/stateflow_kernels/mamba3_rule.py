@@ -242,12 +242,13 @@ class Backward:
         # dY, before the gate z.
         self.grad_read = torch.empty_like(problem.inputs.x)
         self.grad_states, self.grad_v_bound = problem.states(), problem.by_chunk(problem.p_dim)
+        self.owed_k = problem.by_chunk(problem.n_dim)
         self.query_rows, self.key_rows = problem.rows(problem.n_dim), problem.rows(problem.n_dim)
         self.speed_rows = problem.rows(problem.num_angles)
         self.query_bias, self.key_bias = problem.by_chunk(problem.n_dim), problem.by_chunk(problem.n_dim)
         self.grad_gate, self.grad_turn = problem.tokens(), problem.tokens()
         self.grad_scale, self.grad_own = problem.tokens(), problem.tokens()
-        self.grad_D, self.grad_dt_bias = problem.by_chunk(), problem.by_chunk()
+        self.grad_D, self.grad_dt_bias = problem.tokens(), problem.by_chunk()
         self.turn_total, self.carry = problem.by_chunk(problem.num_angles), problem.by_chunk(problem.num_angles)
         parts = CHUNK // SHARED_TOKENS * problem.num_chunks
         self.grad_norms = problem.empty(2, problem.batch, parts, problem.n_dim)
@@ -269,7 +270,7 @@ class Backward:
         )
 
     def scan(self, tile: Tile) -> None:
-        """With a tile of the width that `set_blocks` was told."""
+        """Scan back and Owed, with a tile of the width that `set_blocks` was told."""
         prepared = self.prepared
         self.problem.scan(
             backward_kernels.scan_backward_kernel,
@@ -277,6 +278,13 @@ class Backward:
             self.whole,
             *(prepared.before, prepared.decay, prepared.k_bound, prepared.v_bound, self.grad_state, self.grad_states),
             *(self.grad_k_bound, self.grad_v_bound, self.grad_before, self.grads.state),
+        )
+        self.problem.per_chunk(
+            backward_kernels.owed_kernel,
+            ONE_WARP,
+            self.whole,
+            *(self.grad_k_last, self.grad_k_bound, self.owed_k, self.grads.k_last),
+            NB=self.num_blocks,
         )
 
     def gradients(self, tile: Tile) -> None:
@@ -286,14 +294,12 @@ class Backward:
             tile,
             self.whole,
             *(self.grad_y, self.grad_read, inputs.x, inputs.z, inputs.D, self.problem.doc_start),
-            *(self.grad_k_last, self.grad_v_last),
-            *(prepared.speed, prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.theta),
-            *(prepared.k_rows, prepared.q_rows, prepared.states, prepared.k_bound),
-            *(self.grad_states, self.grad_k_bound, self.grad_v_bound),
+            *(self.grad_v_last, prepared.speed, prepared.dt, prepared.own, prepared.scale, prepared.gate_sum),
+            *(prepared.decay, prepared.theta, prepared.k_rows, prepared.q_rows, prepared.states, prepared.k_bound),
+            *(self.grad_states, self.owed_k, self.grad_v_bound),
             *(self.grads.z, self.grads.x, self.query_rows, self.key_rows, self.speed_rows),
             *(self.query_bias, self.key_bias, self.grad_D),
             *(self.grad_gate, self.grad_turn, self.turn_total, self.grad_scale, self.grad_own),
-            NB=self.num_blocks,
         )
 
     def finish(self) -> Inputs:
@@ -301,9 +307,8 @@ class Backward:
         problem, prepared, grads, inputs = self.problem, self.prepared, self.grads, self.problem.inputs
         problem.per_head(
             finish_kernels.carry_kernel,
-            *(self.grad_theta, problem.doc_start, self.turn_total, self.grad_k_bound, self.grad_v_bound),
-            *(self.carry, grads.theta, grads.k_last, grads.v_last),
-            NB=self.num_blocks,
+            *(self.grad_theta, problem.doc_start, self.turn_total, self.grad_v_bound),
+            *(self.carry, grads.theta, grads.v_last),
         )
         problem.per_chunk(
             finish_kernels.gates_backward_kernel,
@@ -331,7 +336,7 @@ class Backward:
             C_norm=C_norm,
             B_bias=self.key_bias.sum((0, 2)),
             C_bias=self.query_bias.sum((0, 2)),
-            D=self.grad_D.sum((0, 2)),
+            D=self.grad_D.sum((0, 2, 3)),
         )
         return grads._replace(**{name: x.to(getattr(inputs, name).dtype) for name, x in sums.items()})
 

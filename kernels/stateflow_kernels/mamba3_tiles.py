@@ -190,13 +190,6 @@ def element(x, index, C: tl.constexpr):
 
 
 @triton.jit
-def end_decay(gate_sum, start, C: tl.constexpr):
-    """e: the decay from each token to the chunk's end, 0 for those of earlier documents."""
-    log = (element(gate_sum, C - 1, C) - gate_sum).to(tl.float32)
-    return tl.exp(tl.where(tl.arange(0, C) >= element(start, C - 1, C), log, float("-inf")))
-
-
-@triton.jit
 def exponential(x):
     """e^x to two units in the last place; 0 where x is below -87."""
     if _INTERPRETED:
@@ -227,9 +220,9 @@ def later_decay(scale_ptr, gate_sum_ptr, start, C: tl.constexpr):
 
 
 @triton.jit
-def sum_of_blocks(ptr, columns, valid, NB: tl.constexpr, N: tl.constexpr):
-    """Some columns of the sum of [NB, N] from `ptr` on. One after the other: the same bits in any kernel."""
-    total = tl.load(ptr + columns, mask=valid, other=0.0)
-    for block in tl.static_range(1, NB):
-        total += tl.load(ptr + block * N + columns, mask=valid, other=0.0)
-    return total
+def end_decay(gate_sum, gate_sum_ptr, start, C: tl.constexpr, HAS_DOCS: tl.constexpr):
+    """e: the decay from each token to the chunk's end, 0 for those of earlier documents."""
+    log = (tl.load(gate_sum_ptr + C - 1) - gate_sum).to(tl.float32)
+    if HAS_DOCS:
+        log = tl.where(tl.arange(0, C) >= element(start, C - 1, C), log, float("-inf"))
+    return exponential(log)
