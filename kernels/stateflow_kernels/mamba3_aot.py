@@ -41,7 +41,8 @@ def aot_cases() -> list[AotCase]:
         "local": mamba3.local_kernel,
         "out": mamba3.out_kernel,
         "local_backward": mamba3_backward.local_backward_kernel,
-        "gradients": mamba3_gradients.gradients_kernel,
+        "query_gradients": mamba3_gradients.query_gradients_kernel,
+        "key_gradients": mamba3_gradients.key_gradients_kernel,
         "scan": mamba3.scan_kernel,
         "scan_backward": mamba3_backward.scan_backward_kernel,
     }

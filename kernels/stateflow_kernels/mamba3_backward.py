@@ -5,12 +5,13 @@ After the forward's Shared, Gates, Theta, Local and Scan, which put q, k and S~ 
     Local back   A' = dY^T (gam Q)                                               (a chunk and head)
     Scan back    E in the place of A', E~ = Gam E + A'; dk_0, dv_0, dd_1         (some rows of a head's S, in reverse)
     Owed         sums of dk_0 for the token before the chunk                     (a chunk and head)
-    Gradients    dz, dx, and of q, k, angles and gates of this head              (a chunk and head)
+    Queries      dz, of q, and what Keys wants of it                             (a chunk and head)
+    Keys         dx, and of k, angles and gates of this head                     (a chunk and head)
     Carry        the gradient of theta that comes into a chunk from later ones   (a head, in reverse)
     Gates back   ddt, dA, dtrap                                                  (a chunk and head)
     Shared back  dB, dC and dangle: sums over heads, through the norms           (some tokens)
 
-Gradients is in `mamba3_gradients`, the last three in `mamba3_finish`.
+Queries and Keys are in `mamba3_gradients`, the last three in `mamba3_finish`.
 """
 
 import triton

@@ -1,4 +1,6 @@
-"""Mamba-3's gradients of one chunk and head, in the notation of `mamba3_backward`: of q, then of k.
+"""Mamba-3's gradients of one chunk and head, in the notation of `mamba3_backward`: Queries, then Keys.
+
+What one hands to the other is float32 by chunk and head: vectors [C], and the queries' part of theta's gradient.
 
 The gradient of theta is taken with the rounded q and k of the products: only so does what turns both cancel. For the
 same reason both parts multiply with the same rounded gradients of pairs, which have s in them: k goes without it.
@@ -105,41 +107,30 @@ def _through_state(
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
-def gradients_kernel(
+def query_gradients_kernel(
     grad_y_ptr,
     grad_read_ptr,
     x_ptr,
     z_ptr,
     D_ptr,
     doc_start_ptr,
-    grad_v_out_ptr,
     speed_ptr,
     dt_ptr,
     own_ptr,
     scale_ptr,
     gate_sum_ptr,
-    decay_ptr,
     theta_ptr,
     k_rows_ptr,
     q_rows_ptr,
     states_ptr,
-    k_bound_ptr,
-    grad_states_ptr,
-    owed_k_ptr,
-    grad_v_bound_ptr,
     grad_z_ptr,
-    grad_x_ptr,
     query_rows_ptr,
-    key_rows_ptr,
-    speed_rows_ptr,
     query_bias_ptr,
-    key_bias_ptr,
-    grad_D_ptr,
-    grad_gate_ptr,
-    grad_turn_ptr,
-    turn_total_ptr,
-    grad_scale_ptr,
-    grad_own_ptr,
+    query_theta_ptr,
+    query_gate_ptr,
+    read_by_ptr,
+    both_ptr,
+    grad_both_ptr,
     num_tokens,
     num_chunks,
     first_chunk,
@@ -157,13 +148,12 @@ def gradients_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Gradients of one chunk and head.
+    """Queries of one chunk and head.
 
-    `query_rows`, `key_rows` [B, H, NC, C, N], `speed_rows` [.., R] in DTYPE: the head's part of what C, B and the
-    speeds get. By chunk and head float32: the sums over tokens for the biases [N]; gradients of D, of gate sums, of
-    turns (ddt's part), of s and g by token; and the sum of turns [R] for what comes before the chunk.
-
-    `owed_k` [B, H, NC, N]: see `owed_kernel`; `grad_v_out` [B, H, P]: what comes in for v of the last token of all.
+    `query_rows` [B, H, NC, C, N] in DTYPE: the head's part of what C gets. By chunk and head float32: the sums over
+    tokens for the bias [N]; of theta [C, R] and the gate sums [C] the part that is complete here; and for Keys, each
+    [C], the sum of what reads a token times what it gets from there, <q, k> of the token itself, and <dY, v>, which is
+    what g <q, k> + D gets.
     """
     pid = tl.program_id(0)
     n = first_chunk + pid // (BATCH * H)
@@ -179,7 +169,6 @@ def gradients_kernel(
     rows = chunk * (C * N)
     tokens = chunk * C
     states_ptr += chunk * (P * N)
-    grad_states_ptr += chunk * (P * N)
 
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     own = tl.load(own_ptr + tokens + ts)
@@ -207,7 +196,9 @@ def gradients_kernel(
     log_pair = grad_scores * scores.to(tl.float32)
     read_by, grad_gate = tl.sum(log_pair, axis=0), tl.sum(log_pair, axis=1)
     grad_pairs = rounded(tl.where(itself, (own * grad_both)[:, None], grad_scores * decay), DTYPE)
-    tl.store(grad_D_ptr + tokens + ts, grad_both)
+    tl.store(both_ptr + tokens + ts, both)
+    tl.store(grad_both_ptr + tokens + ts, grad_both)
+    tl.store(read_by_ptr + tokens + ts, read_by)
     first, second, rest = load_groups(states_ptr, vs, N, R, BR, BX, P, P % BV == 0)
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         block = v_block + tl.arange(0, BV)
@@ -241,7 +232,9 @@ def gradients_kernel(
         grad_read, second, grad_read_ptr, states_ptr, in_chunk, R, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
     )
     grad_second = dot(grad_pairs, k_second, grad_second * from_start, DTYPE, PRECISION)
+    tl.store(query_gate_ptr + tokens + ts, grad_gate - read_by)
     grad_theta = _angle_gradient(grad_first, grad_second, q_rows_ptr + rows, N, R, C, BR)
+    store_group(query_theta_ptr + tokens * R, ts, grad_theta, 0, R, BR, R, C, True)
     speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
     dt = tl.load(dt_ptr + tokens + ts)
     cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
@@ -249,12 +242,103 @@ def gradients_kernel(
     _store_gradient(query_bias_ptr + chunk * N, query_rows_ptr + rows, grad_first, 0, 2, R, BR, 0, N, C)
     _store_gradient(query_bias_ptr + chunk * N, query_rows_ptr + rows, grad_second, 1, 2, R, BR, R, N, C)
 
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def key_gradients_kernel(
+    grad_read_ptr,
+    x_ptr,
+    D_ptr,
+    doc_start_ptr,
+    grad_v_out_ptr,
+    speed_ptr,
+    dt_ptr,
+    own_ptr,
+    scale_ptr,
+    gate_sum_ptr,
+    decay_ptr,
+    theta_ptr,
+    k_rows_ptr,
+    q_rows_ptr,
+    states_ptr,
+    k_bound_ptr,
+    grad_states_ptr,
+    owed_k_ptr,
+    grad_v_bound_ptr,
+    query_theta_ptr,
+    query_gate_ptr,
+    read_by_ptr,
+    both_ptr,
+    grad_both_ptr,
+    grad_x_ptr,
+    key_rows_ptr,
+    speed_rows_ptr,
+    key_bias_ptr,
+    grad_gate_ptr,
+    grad_turn_ptr,
+    turn_total_ptr,
+    grad_scale_ptr,
+    grad_own_ptr,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BX: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_DOCS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Keys of one chunk and head.
+
+    `key_rows` [B, H, NC, C, N], `speed_rows` [.., R] in DTYPE: the head's part of what B and the speeds get. By chunk
+    and head float32: the sums over tokens for the bias [N]; gradients of gate sums, of turns (ddt's part), of s and g
+    by token; and the sum of turns [R] for what comes before the chunk.
+
+    `owed_k` [B, H, NC, N]: see `owed_kernel`; `grad_v_out` [B, H, P]: what comes in for v of the last token of all.
+    """
+    pid = tl.program_id(0)
+    n = first_chunk + pid // (BATCH * H)
+    head = (pid % (BATCH * H)).to(tl.int64)
+    batch = head // H
+    chunk = head * num_chunks + n
+    token = batch * num_tokens + n.to(tl.int64) * C
+
+    ts = tl.arange(0, C)
+    in_chunk = ts < num_tokens - n * C
+    itself = ts[:, None] == ts[None, :]
+    row = (token * H + head % H) * P + ts[:, None] * (H * P)
+    rows = chunk * (C * N)
+    tokens = chunk * C
+    states_ptr += chunk * (P * N)
+    grad_states_ptr += chunk * (P * N)
+
+    start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
+    own = tl.load(own_ptr + tokens + ts)
+    both, grad_both = tl.load(both_ptr + tokens + ts), tl.load(grad_both_ptr + tokens + ts)
+    k_first, k_second, k_rest = load_groups(k_rows_ptr + rows, ts, N, R, BR, BX, C, True)
+    q_first, q_second, q_rest = load_groups(q_rows_ptr + rows, ts, N, R, BR, BX, C, True)
+    x_ptr += row
+    grad_read_ptr += row
+    # Values and states are in blocks of P. If one holds all, its tiles serve throughout; else they are unused here.
+    WHOLE: tl.constexpr = P <= BV
+    vs = tl.arange(0, BV)
+    v = _values(None, x_ptr, vs, in_chunk, P, False)
+    grad_read = _values(None, grad_read_ptr, vs, in_chunk, P, False)
+
     # Rows are the tokens that are read.
     zeros = tl.zeros([C, C], tl.float32)
     pairs = row_products(k_first, k_second, k_rest, q_first, q_second, q_rest, zeros, DTYPE, PRECISION)
     grad_scores = _between_values(
         v, grad_read, x_ptr, grad_read_ptr, in_chunk, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
     )
+    own_read = own * both + tl.load(D_ptr + head % H).to(tl.float32)
     decay = later_decay(scale_ptr + tokens, gate_sum_ptr + tokens, start, C)
     scores = rounded(pairs * decay, DTYPE)
     grad_pairs = rounded(tl.where(itself, (own * grad_both)[:, None], grad_scores * decay), DTYPE)
@@ -266,6 +350,7 @@ def gradients_kernel(
     is_final = tl.where(n == num_chunks - 1, 1, 0)
     at_end = tl.zeros([C], tl.float32)
     whole = tl.zeros([BV], tl.float32)
+    first, second, rest = load_groups(states_ptr, vs, N, R, BR, BX, P, P % BV == 0)
     e_first, e_second, e_rest = load_groups(grad_states_ptr, vs, N, R, BR, BX, P, P % BV == 0)
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         block = v_block + tl.arange(0, BV)
@@ -310,6 +395,10 @@ def gradients_kernel(
         v, e_second, x_ptr, grad_states_ptr, in_chunk, R, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
     )
     grad_second = dot(grad_pairs, q_second, grad_second * to_end, DTYPE, PRECISION)
+    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
+    dt = tl.load(dt_ptr + tokens + ts)
+    cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
+    grad_theta = load_group(query_theta_ptr + tokens * R, ts, 0, R, BR, R, C, True)
     grad_theta += _angle_gradient(grad_first, grad_second, k_rows_ptr + rows, N, R, C, BR)
     owed = tl.load(owed_k + angles, mask=angles < R, other=0.0)
     owed_first = tl.where(is_last, owed[None, :], 0.0)
@@ -325,11 +414,12 @@ def gradients_kernel(
     _store_gradient(key_bias_ptr + chunk * N, key_rows_ptr + rows, grad_second, 1, 2, R, BR, R, N, C)
 
     of_state = tl.sum(at_end, axis=0) + tl.load(decay_ptr + chunk) * tl.sum(whole, axis=0)
-    tl.store(grad_gate_ptr + tokens + ts, grad_gate - read_by - at_end + tl.where(ts == C - 1, of_state, 0.0))
+    grad_gate = tl.load(query_gate_ptr + tokens + ts) - at_end + tl.where(ts == C - 1, of_state, 0.0)
+    tl.store(grad_gate_ptr + tokens + ts, grad_gate)
     # <k, dkh>, from what is there: s times it is what all that read the token and the state's end got from it. Where s
     # is 0, so is what its gradient is multiplied with later.
     per_scale = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
-    grad_scale = (read_by + at_end) * per_scale
+    grad_scale = (tl.load(read_by_ptr + tokens + ts) + at_end) * per_scale
     tl.store(grad_scale_ptr + tokens + ts, grad_scale)
     tl.store(grad_own_ptr + tokens + ts, grad_scale + grad_both * both)
 

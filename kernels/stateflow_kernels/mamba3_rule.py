@@ -6,7 +6,7 @@ With cuts, Scan works on a side stream beside another segment's parallel part, a
 backward beside what does not need it:
 
     forward     Local1 -> (Scan1 || Local2) -> (Scan2 || Out1) -> Out2
-    backward    Local -> (Scan || Local back) -> Scan back -> Gradients
+    backward    Local -> (Scan || Local back) -> Scan back -> Queries -> Keys
 
 Every kernel does the same with a segment as with the whole, so neither changes a bit.
 """
@@ -44,7 +44,8 @@ class Mamba3Plan:
     out: Tile = Tile(64, 4, 2)
     local_backward: Tile = Tile(64, 4, 2)
     scan_backward: Tile = Tile(8, 1, 8)
-    gradients: Tile = Tile(64, 4, 2)
+    query_gradients: Tile = Tile(64, 4, 2)
+    key_gradients: Tile = Tile(64, 4, 2)
     cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
 
@@ -62,9 +63,9 @@ def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int 
     scan = Tile(8, 1, 8)
     # Tiles of 64 rows are shared out among four warps; eight would do the same twice, but have more registers.
     parallel = Tile(columns, 8 if large else 4, 2)
-    return Mamba3Plan(
-        local=parallel, scan=scan, out=parallel, local_backward=parallel, scan_backward=scan, gradients=parallel
-    )
+    walks = dict(scan=scan, scan_backward=scan)
+    names = ("local", "out", "local_backward", "query_gradients", "key_gradients")
+    return Mamba3Plan(**walks, **dict.fromkeys(names, parallel))
 
 
 class Inputs(NamedTuple):
@@ -246,9 +247,13 @@ class Backward:
         self.query_rows, self.key_rows = problem.rows(problem.n_dim), problem.rows(problem.n_dim)
         self.speed_rows = problem.rows(problem.num_angles)
         self.query_bias, self.key_bias = problem.by_chunk(problem.n_dim), problem.by_chunk(problem.n_dim)
+        # What Queries leaves for Keys.
+        self.query_theta = problem.by_chunk(CHUNK, problem.num_angles)
+        self.query_gate, self.read_by = problem.tokens(), problem.tokens()
+        self.both, self.grad_both = problem.tokens(), problem.tokens()
         self.grad_gate, self.grad_turn = problem.tokens(), problem.tokens()
         self.grad_scale, self.grad_own = problem.tokens(), problem.tokens()
-        self.grad_D, self.grad_dt_bias = problem.tokens(), problem.by_chunk()
+        self.grad_dt_bias = problem.by_chunk()
         self.turn_total, self.carry = problem.by_chunk(problem.num_angles), problem.by_chunk(problem.num_angles)
         parts = CHUNK // SHARED_TOKENS * problem.num_chunks
         self.grad_norms = problem.empty(2, problem.batch, parts, problem.n_dim)
@@ -287,18 +292,30 @@ class Backward:
             NB=self.num_blocks,
         )
 
-    def gradients(self, tile: Tile) -> None:
+    def query_gradients(self, tile: Tile) -> None:
         prepared, inputs = self.prepared, self.problem.inputs
         self.problem.per_chunk(
-            gradient_kernels.gradients_kernel,
+            gradient_kernels.query_gradients_kernel,
             tile,
             self.whole,
             *(self.grad_y, self.grad_read, inputs.x, inputs.z, inputs.D, self.problem.doc_start),
-            *(self.grad_v_last, prepared.speed, prepared.dt, prepared.own, prepared.scale, prepared.gate_sum),
-            *(prepared.decay, prepared.theta, prepared.k_rows, prepared.q_rows, prepared.states, prepared.k_bound),
+            *(prepared.speed, prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.theta),
+            *(prepared.k_rows, prepared.q_rows, prepared.states, self.grads.z, self.query_rows, self.query_bias),
+            *(self.query_theta, self.query_gate, self.read_by, self.both, self.grad_both),
+        )
+
+    def key_gradients(self, tile: Tile) -> None:
+        prepared, inputs = self.prepared, self.problem.inputs
+        self.problem.per_chunk(
+            gradient_kernels.key_gradients_kernel,
+            tile,
+            self.whole,
+            *(self.grad_read, inputs.x, inputs.D, self.problem.doc_start, self.grad_v_last),
+            *(prepared.speed, prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.decay),
+            *(prepared.theta, prepared.k_rows, prepared.q_rows, prepared.states, prepared.k_bound),
             *(self.grad_states, self.owed_k, self.grad_v_bound),
-            *(self.grads.z, self.grads.x, self.query_rows, self.key_rows, self.speed_rows),
-            *(self.query_bias, self.key_bias, self.grad_D),
+            *(self.query_theta, self.query_gate, self.read_by, self.both, self.grad_both),
+            *(self.grads.x, self.key_rows, self.speed_rows, self.key_bias),
             *(self.grad_gate, self.grad_turn, self.turn_total, self.grad_scale, self.grad_own),
         )
 
@@ -336,7 +353,7 @@ class Backward:
             C_norm=C_norm,
             B_bias=self.key_bias.sum((0, 2)),
             C_bias=self.query_bias.sum((0, 2)),
-            D=self.grad_D.sum((0, 2, 3)),
+            D=self.grad_both.sum((0, 2, 3)),
         )
         return grads._replace(**{name: x.to(getattr(inputs, name).dtype) for name, x in sums.items()})
 
@@ -386,5 +403,6 @@ def backward(
     grad_states = side.run(1, partial(back.scan, plan.scan_backward))
     side.wait(states)
     side.wait(grad_states)
-    back.gradients(plan.gradients)
+    back.query_gradients(plan.query_gradients)
+    back.key_gradients(plan.key_gradients)
     return back.finish()

@@ -22,7 +22,7 @@ from stateflow_kernels.mamba3_rule import Mamba3Plan
 from stateflow_kernels.plan_table import Shape
 
 # In the order in which each has what it reads.
-KERNELS = ("local", "scan", "out", "local_backward", "scan_backward", "gradients")
+KERNELS = ("local", "scan", "out", "local_backward", "scan_backward", "query_gradients", "key_gradients")
 
 
 def problem_of(shape: Shape, device: torch.device | str) -> Problem:
@@ -94,7 +94,8 @@ class Launches:
             "out": lambda tile: prepared.out(tile, whole, self.y),
             "local_backward": back.local,
             "scan_backward": lambda tile: self._scan_backward(back, tile),
-            "gradients": back.gradients,
+            "query_gradients": back.query_gradients,
+            "key_gradients": back.key_gradients,
         }
         if fill is not None:
             for name in KERNELS:
