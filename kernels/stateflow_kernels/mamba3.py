@@ -148,9 +148,12 @@ def gates_kernel(
         g = g.to(tl.float64)
     else:
         g = tl.maximum(g, -100.0)
-    # A token's own gate counts from its document's second token on.
-    summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
-    gate_sum = tl.sum(tl.where(summed, g[None, :], 0.0), axis=1)
+    if HAS_DOCS:
+        # A token's own gate counts from its document's second token on.
+        summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
+        gate_sum = tl.sum(tl.where(summed, g[None, :], 0.0), axis=1)
+    else:
+        gate_sum = tl.cumsum(g, axis=0)
     tl.store(dt_ptr + chunk * C + ts, dt)
     tl.store(own_ptr + chunk * C + ts, own)
     tl.store(scale_ptr + chunk * C + ts, own + before_next)

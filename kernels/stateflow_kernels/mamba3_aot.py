@@ -9,7 +9,7 @@ import triton.language as tl
 from . import mamba3, mamba3_backward, mamba3_finish, mamba3_gradients
 from .aot import AotCase
 from .gated_delta_rule import CHUNK, Tile
-from .mamba3_rule import ONE_WARP, SHARED_TOKENS, SMALL, default_plan
+from .mamba3_rule import ONE_WARP, REGISTERS, SHARED_TOKENS, SMALL, default_plan
 
 _N, _P, _R, _H = 128, 64, 32, 80
 _NUMBERS = {"eps": "fp32", "A_floor": "fp32"}
@@ -32,7 +32,8 @@ def _case(name: str, kernel, tile: Tile) -> AotCase:
     pointers |= {n: "*i64" for n in names if n == "doc_start_ptr"}
     numbers = {n: kind for n, kind in _NUMBERS.items() if n in names}
     lengths = {n: "i32" for n in names if n not in constexprs | pointers | numbers}
-    return AotCase(name, kernel, pointers | numbers | lengths, constexprs, tile.num_warps, tile.num_stages)
+    options = (tile.num_warps, tile.num_stages, REGISTERS.get(kernel.__name__))
+    return AotCase(name, kernel, pointers | numbers | lengths, constexprs, *options)
 
 
 def aot_cases() -> list[AotCase]:
@@ -48,11 +49,11 @@ def aot_cases() -> list[AotCase]:
     }
     fixed = {
         "shared": (mamba3.shared_kernel, SMALL),
-        "gates": (mamba3.gates_kernel, SMALL),
+        "gates": (mamba3.gates_kernel, ONE_WARP),
         "theta": (mamba3.theta_kernel, ONE_WARP),
         "owed": (mamba3_backward.owed_kernel, ONE_WARP),
         "carry": (mamba3_finish.carry_kernel, ONE_WARP),
-        "gates_backward": (mamba3_finish.gates_backward_kernel, SMALL),
+        "gates_backward": (mamba3_finish.gates_backward_kernel, ONE_WARP),
         "shared_backward": (mamba3_finish.shared_backward_kernel, SMALL),
     }
     cases = [_case(name, kernel, getattr(plan, name)) for name, kernel in planned.items()]

@@ -95,8 +95,11 @@ def gates_backward_kernel(
     tokens = chunk * C + ts
     # Sums of log gates, and each gate is in those of its document's later tokens.
     grad_gate = tl.load(grad_gate_ptr + tokens)
-    summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
-    grad_log = tl.sum(tl.where(summed, grad_gate[:, None], 0.0), axis=0)
+    if HAS_DOCS:
+        summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
+        grad_log = tl.sum(tl.where(summed, grad_gate[:, None], 0.0), axis=0)
+    else:
+        grad_log = tl.cumsum(grad_gate, axis=0, reverse=True)
     # Turns: of this chunk, and what later chunks want from the last token's document.
     angles = tl.arange(0, BR)
     carry = tl.load(carry_ptr + chunk * R + angles, mask=angles < R, other=0.0)

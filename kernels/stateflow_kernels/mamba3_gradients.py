@@ -43,7 +43,9 @@ def _store_gradient(
 
 
 @triton.jit
-def _angle_gradient(grad_first, grad_second, rows_ptr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr):
+def _angle_gradient(
+    grad_first, grad_second, rows_ptr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr
+):
     """That of theta [C, BR], from those of the turned columns and these, loaded again: see `_values`."""
     columns = tl.arange(0, BR)
     offset = tl.arange(0, C)[:, None] * N + columns[None, :]

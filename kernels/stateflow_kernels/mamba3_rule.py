@@ -26,8 +26,10 @@ from . import mamba3_finish as finish_kernels
 from . import mamba3_gradients as gradient_kernels
 from .gated_delta_rule import _DTYPES, CHUNK, Tile, _SideStreams
 
-# What no plan says: kernels that take little time, and walks of one vector.
+# What no plan says: kernels that take little time, and those of one vector or a few.
 SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 8)
+# Left alone, the compiler takes so many that two programs fit at once, where three hide more of the waiting.
+REGISTERS = {"local_kernel": 168}
 SHARED_TOKENS = 16
 
 
@@ -135,6 +137,8 @@ class Problem:
     def launch(self, kernel, programs: int, tile: Tile, *args, **more) -> None:
         constants = self.constants | dict(BV=tile.block_v, STAGES=tile.num_stages) | more
         constants = {name: value for name, value in constants.items() if name in _arguments(kernel)}
+        if self.device.type == "cuda" and kernel.__name__ in REGISTERS and tile.num_warps == 4:
+            constants["maxnreg"] = REGISTERS[kernel.__name__]
         kernel[(programs,)](*args, num_warps=tile.num_warps, num_stages=tile.num_stages, **constants)
 
     def per_chunk(self, kernel, tile: Tile, chunks: range, *args, programs: int | None = None, **more) -> None:
@@ -195,7 +199,7 @@ class Prepared:
         )
         problem.per_chunk(
             kernels.gates_kernel,
-            SMALL,
+            ONE_WARP,
             self.whole,
             *(inputs.dd_dt, inputs.dd_A, inputs.trap, inputs.dt_bias, problem.doc_start, self.speed),
             *(self.dt, self.own, self.scale, self.gate_sum, self.before, self.decay, self.turn, problem.A_floor),
@@ -329,7 +333,7 @@ class Backward:
         )
         problem.per_chunk(
             finish_kernels.gates_backward_kernel,
-            SMALL,
+            ONE_WARP,
             self.whole,
             *(inputs.dd_dt, inputs.dd_A, inputs.trap, inputs.dt_bias, problem.doc_start, prepared.speed, self.carry),
             *(self.grad_gate, self.grad_turn, self.grad_scale, self.grad_own, self.grad_before),
