@@ -9,7 +9,7 @@ import triton.language as tl
 from . import mamba3, mamba3_backward, mamba3_finish, mamba3_gradients
 from .aot import AotCase
 from .gated_delta_rule import CHUNK, Tile
-from .mamba3_rule import ONE_WARP, REGISTERS, SHARED_TOKENS, SMALL, default_plan
+from .mamba3_rule import ONE_WARP, REGISTERS, SHARED_BACK, SHARED_TOKENS, SMALL, default_plan
 
 _N, _P, _R, _H = 128, 64, 32, 80
 _NUMBERS = {"eps": "fp32", "A_floor": "fp32"}
@@ -54,7 +54,7 @@ def aot_cases() -> list[AotCase]:
         "owed": (mamba3_backward.owed_kernel, ONE_WARP),
         "carry": (mamba3_finish.carry_kernel, ONE_WARP),
         "gates_backward": (mamba3_finish.gates_backward_kernel, ONE_WARP),
-        "shared_backward": (mamba3_finish.shared_backward_kernel, SMALL),
+        "shared_backward": (mamba3_finish.shared_backward_kernel, SHARED_BACK),
     }
     cases = [_case(name, kernel, getattr(plan, name)) for name, kernel in planned.items()]
     return cases + [_case(name, kernel, tile) for name, (kernel, tile) in fixed.items()]

@@ -19,11 +19,9 @@ from .mamba3_tiles import (
     end_decay,
     later_decay,
     load_group,
-    load_groups,
     load_speed,
     masked_sum,
     rotation,
-    row_products,
     sigmoid,
     store_group,
     turn,
@@ -65,14 +63,13 @@ def _values(tile, ptr, vs, in_chunk, P: tl.constexpr, WHOLE: tl.constexpr, AGAIN
 
 @triton.jit
 def _state(
-    first, second, rest, ptr, vs, N: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-    BX: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Some rows of a state, in its groups of columns; see `_values`."""
+    tile, ptr, vs, N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Some rows [BV, BN] of a state; see `_values`."""
     if WHOLE:
-        return first, second, rest
+        return tile
     else:
-        return load_groups(ptr, vs, N, R, BR, BX, P, P % BV == 0)
+        return load_group(ptr, vs, 0, N, BN, N, P, P % BV == 0)
 
 
 @triton.jit
@@ -91,7 +88,7 @@ def _between_values(
 
 @triton.jit
 def _through_state(
-    values, state, values_ptr, states_ptr, in_chunk, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
+    values, values_ptr, states_ptr, in_chunk, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -99,13 +96,49 @@ def _through_state(
     product = tl.zeros([C, WIDTH], tl.float32)
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         vs = v_block + tl.arange(0, BV)
-        if WHOLE:
-            product = dot(values, state, product, DTYPE, PRECISION)
-        else:
-            rows = _values(values, values_ptr, vs, in_chunk, P, WHOLE)
-            columns = load_group(states_ptr, vs, FIRST, COUNT, WIDTH, N, P, P % BV == 0)
-            product = dot(rows, columns, product, DTYPE, PRECISION)
+        block = _values(values, values_ptr, vs, in_chunk, P, WHOLE)
+        columns = load_group(states_ptr, vs, FIRST, COUNT, WIDTH, N, P, P % BV == 0)
+        product = dot(block, columns, product, DTYPE, PRECISION)
     return product
+
+
+@triton.jit
+def _halves(x, C: tl.constexpr, WIDTH: tl.constexpr):
+    """The left and the right half of [C, WIDTH]. Of a product: in which no number leaves its thread."""
+    return tl.split(tl.permute(tl.reshape(x, [C, 2, WIDTH // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def _gradient(
+    values, state, rows, values_ptr, states_ptr, rows_ptr, pairs, factor, in_chunk, N: tl.constexpr, P: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, BV: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """factor (values state) + pairs rows, in three groups of columns: of q with S~ and k, or of k with E and q."""
+    if WHOLE and N == 4 * R and R == BR and N <= 128:
+        product = dot(values, state, tl.zeros([C, N], tl.float32), DTYPE, PRECISION)
+        product = dot(pairs, rows, product * factor, DTYPE, PRECISION)
+        turned, rest = _halves(product, C, N)
+        first, second = _halves(turned, C, 2 * R)
+    else:
+        ts = tl.arange(0, C)
+        first = _through_state(
+            values, values_ptr, states_ptr, in_chunk, 0, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
+        )
+        columns = load_group(rows_ptr, ts, 0, R, BR, N, C, True)
+        first = dot(pairs, columns, first * factor, DTYPE, PRECISION)
+        second = _through_state(
+            values, values_ptr, states_ptr, in_chunk, R, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
+        )
+        columns = load_group(rows_ptr, ts, R, R, BR, N, C, True)
+        second = dot(pairs, columns, second * factor, DTYPE, PRECISION)
+        rest = _through_state(
+            values, values_ptr, states_ptr, in_chunk, 2 * R, N - 2 * R, BX,
+            N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE,
+        )  # fmt: skip
+        columns = load_group(rows_ptr, ts, 2 * R, N - 2 * R, BX, N, C, True)
+        rest = dot(pairs, columns, rest * factor, DTYPE, PRECISION)
+    return first, second, rest
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -142,6 +175,7 @@ def query_gradients_kernel(
     P: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
+    BN: tl.constexpr,
     BR: tl.constexpr,
     BX: tl.constexpr,
     BV: tl.constexpr,
@@ -175,8 +209,8 @@ def query_gradients_kernel(
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     own = tl.load(own_ptr + tokens + ts)
     from_start = start_decay(tl.load(gate_sum_ptr + tokens + ts), start)[:, None]
-    k_first, k_second, k_rest = load_groups(k_rows_ptr + rows, ts, N, R, BR, BX, C, True)
-    q_first, q_second, q_rest = load_groups(q_rows_ptr + rows, ts, N, R, BR, BX, C, True)
+    k = load_group(k_rows_ptr + rows, ts, 0, N, BN, N, C, True)
+    q = load_group(q_rows_ptr + rows, ts, 0, N, BN, N, C, True)
     x_ptr += row
     grad_read_ptr += row
     # Values and states are in blocks of P. If one holds all, its tiles serve throughout; else they are unused here.
@@ -186,8 +220,7 @@ def query_gradients_kernel(
     grad_read = _values(None, grad_read_ptr, vs, in_chunk, P, False)
 
     # Rows are the tokens that read.
-    zeros = tl.zeros([C, C], tl.float32)
-    pairs = row_products(q_first, q_second, q_rest, k_first, k_second, k_rest, zeros, DTYPE, PRECISION)
+    pairs = dot(q, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     grad_scores = _between_values(
         grad_read, v, grad_read_ptr, x_ptr, in_chunk, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
     )
@@ -201,16 +234,15 @@ def query_gradients_kernel(
     tl.store(both_ptr + tokens + ts, both)
     tl.store(grad_both_ptr + tokens + ts, grad_both)
     tl.store(read_by_ptr + tokens + ts, read_by)
-    first, second, rest = load_groups(states_ptr, vs, N, R, BR, BX, P, P % BV == 0)
+    whole_state = _state(None, states_ptr, vs, N, P, BN, BV, False)
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         block = v_block + tl.arange(0, BV)
         value_mask = in_chunk[:, None] & (block < P)[None, :]
-        s_first, s_second, s_rest = _state(first, second, rest, states_ptr, block, N, P, R, BR, BX, BV, WHOLE)
+        state = _state(whole_state, states_ptr, block, N, P, BN, BV, WHOLE)
         # Loaded again, here and below: a product's tile would have to stay in registers. And before the
         # product, or the sum would be taken in the layout of what was loaded.
         grad_read_again = _values(None, grad_read_ptr, block, in_chunk, P, WHOLE, AGAIN=True)
-        zeros = tl.zeros([C, BV], tl.float32)
-        read = row_products(q_first, q_second, q_rest, s_first, s_second, s_rest, zeros, DTYPE, PRECISION) * from_start
+        read = dot(q, tl.trans(state), tl.zeros([C, BV], tl.float32), DTYPE, PRECISION) * from_start
         grad_gate += tl.sum(grad_read_again.to(tl.float32) * read, axis=1)
         read = dot(scores, _values(v, x_ptr, block, in_chunk, P, WHOLE), read, DTYPE, PRECISION)
         read += own_read[:, None] * _values(None, x_ptr, block, in_chunk, P, WHOLE, AGAIN=True).to(tl.float32)
@@ -220,20 +252,11 @@ def query_gradients_kernel(
         grad_z = read * (grad_y * (share * (1.0 + z * (1.0 - share))))
         tl.store(grad_z_ptr + row + block[None, :], rounded(grad_z, DTYPE), mask=value_mask)
 
-    grad_rest = _through_state(
-        grad_read, rest, grad_read_ptr, states_ptr, in_chunk, 2 * R, N - 2 * R, BX,
-        N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE,
+    grad_first, grad_second, grad_rest = _gradient(
+        grad_read, whole_state, k, grad_read_ptr, states_ptr, k_rows_ptr + rows, grad_pairs, from_start, in_chunk,
+        N, P, R, C, BN, BR, BX, BV, DTYPE, PRECISION, STAGES, WHOLE,
     )  # fmt: skip
-    grad_rest = dot(grad_pairs, k_rest, grad_rest * from_start, DTYPE, PRECISION)
     _store_gradient(query_bias_ptr + chunk * N, query_rows_ptr + rows, grad_rest, 2 * R, 1, N - 2 * R, BX, 2 * R, N, C)
-    grad_first = _through_state(
-        grad_read, first, grad_read_ptr, states_ptr, in_chunk, 0, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
-    )
-    grad_first = dot(grad_pairs, k_first, grad_first * from_start, DTYPE, PRECISION)
-    grad_second = _through_state(
-        grad_read, second, grad_read_ptr, states_ptr, in_chunk, R, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
-    )
-    grad_second = dot(grad_pairs, k_second, grad_second * from_start, DTYPE, PRECISION)
     tl.store(query_gate_ptr + tokens + ts, grad_gate - read_by)
     grad_theta = _angle_gradient(grad_first, grad_second, q_rows_ptr + rows, N, R, C, BR)
     store_group(query_theta_ptr + tokens * R, ts, grad_theta, 0, R, BR, R, C, True)
@@ -289,6 +312,7 @@ def key_gradients_kernel(
     P: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
+    BN: tl.constexpr,
     BR: tl.constexpr,
     BX: tl.constexpr,
     BV: tl.constexpr,
@@ -324,8 +348,8 @@ def key_gradients_kernel(
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     own = tl.load(own_ptr + tokens + ts)
     both, grad_both = tl.load(both_ptr + tokens + ts), tl.load(grad_both_ptr + tokens + ts)
-    k_first, k_second, k_rest = load_groups(k_rows_ptr + rows, ts, N, R, BR, BX, C, True)
-    q_first, q_second, q_rest = load_groups(q_rows_ptr + rows, ts, N, R, BR, BX, C, True)
+    k = load_group(k_rows_ptr + rows, ts, 0, N, BN, N, C, True)
+    q = load_group(q_rows_ptr + rows, ts, 0, N, BN, N, C, True)
     x_ptr += row
     grad_read_ptr += row
     # Values and states are in blocks of P. If one holds all, its tiles serve throughout; else they are unused here.
@@ -335,8 +359,7 @@ def key_gradients_kernel(
     grad_read = _values(None, grad_read_ptr, vs, in_chunk, P, False)
 
     # Rows are the tokens that are read.
-    zeros = tl.zeros([C, C], tl.float32)
-    pairs = row_products(k_first, k_second, k_rest, q_first, q_second, q_rest, zeros, DTYPE, PRECISION)
+    pairs = dot(k, tl.trans(q), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
     grad_scores = _between_values(
         v, grad_read, x_ptr, grad_read_ptr, in_chunk, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
     )
@@ -352,21 +375,17 @@ def key_gradients_kernel(
     is_final = tl.where(n == num_chunks - 1, 1, 0)
     at_end = tl.zeros([C], tl.float32)
     whole = tl.zeros([BV], tl.float32)
-    first, second, rest = load_groups(states_ptr, vs, N, R, BR, BX, P, P % BV == 0)
-    e_first, e_second, e_rest = load_groups(grad_states_ptr, vs, N, R, BR, BX, P, P % BV == 0)
+    whole_state = _state(None, states_ptr, vs, N, P, BN, BV, False)
+    whole_grad = _state(None, grad_states_ptr, vs, N, P, BN, BV, False)
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         block = v_block + tl.arange(0, BV)
-        s_first, s_second, s_rest = _state(first, second, rest, states_ptr, block, N, P, R, BR, BX, BV, WHOLE)
-        l_first, l_second, l_rest = _state(
-            e_first, e_second, e_rest, grad_states_ptr, block, N, P, R, BR, BX, BV, WHOLE
-        )
+        state = _state(whole_state, states_ptr, block, N, P, BN, BV, WHOLE)
+        grad_state = _state(whole_grad, grad_states_ptr, block, N, P, BN, BV, WHOLE)
         # <S~, E>, as the trace of a product.
-        zeros = tl.zeros([BV, BV], tl.float32)
-        states = row_products(s_first, s_second, s_rest, l_first, l_second, l_rest, zeros, DTYPE, PRECISION)
+        states = dot(state, tl.trans(grad_state), tl.zeros([BV, BV], tl.float32), DTYPE, PRECISION)
         whole += diagonal(states, BV)
         v_again = _values(None, x_ptr, block, in_chunk, P, WHOLE, AGAIN=True)
-        zeros = tl.zeros([C, BV], tl.float32)
-        grad_v = row_products(k_first, k_second, k_rest, l_first, l_second, l_rest, zeros, DTYPE, PRECISION) * to_end
+        grad_v = dot(k, tl.trans(grad_state), tl.zeros([C, BV], tl.float32), DTYPE, PRECISION) * to_end
         at_end += tl.sum(grad_v * v_again.to(tl.float32), axis=1)
         grad_v = dot(scores, _values(grad_read, grad_read_ptr, block, in_chunk, P, WHOLE), grad_v, DTYPE, PRECISION)
         again = _values(None, grad_read_ptr, block, in_chunk, P, WHOLE, AGAIN=True)
@@ -381,22 +400,13 @@ def key_gradients_kernel(
     angles, others = tl.arange(0, BR), 2 * R + tl.arange(0, BX)
     # What the chunk after this one, or the next call, owes to k of the last token.
     owed_k = owed_k_ptr + chunk * N
-    grad_rest = _through_state(
-        v, e_rest, x_ptr, grad_states_ptr, in_chunk, 2 * R, N - 2 * R, BX,
-        N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE,
+    grad_first, grad_second, grad_rest = _gradient(
+        v, whole_grad, q, x_ptr, grad_states_ptr, q_rows_ptr + rows, grad_pairs, to_end, in_chunk,
+        N, P, R, C, BN, BR, BX, BV, DTYPE, PRECISION, STAGES, WHOLE,
     )  # fmt: skip
-    grad_rest = dot(grad_pairs, q_rest, grad_rest * to_end, DTYPE, PRECISION)
     owed = tl.load(owed_k + others, mask=others < N, other=0.0)
     grad_rest += tl.where(is_last, owed[None, :], 0.0)
     _store_gradient(key_bias_ptr + chunk * N, key_rows_ptr + rows, grad_rest, 2 * R, 1, N - 2 * R, BX, 2 * R, N, C)
-    grad_first = _through_state(
-        v, e_first, x_ptr, grad_states_ptr, in_chunk, 0, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
-    )
-    grad_first = dot(grad_pairs, q_first, grad_first * to_end, DTYPE, PRECISION)
-    grad_second = _through_state(
-        v, e_second, x_ptr, grad_states_ptr, in_chunk, R, R, BR, N, P, C, BV, DTYPE, PRECISION, STAGES, WHOLE
-    )
-    grad_second = dot(grad_pairs, q_second, grad_second * to_end, DTYPE, PRECISION)
     speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
     dt = tl.load(dt_ptr + tokens + ts)
     cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)

@@ -30,7 +30,7 @@ from .gated_delta_rule import _DTYPES, CHUNK, Tile, _SideStreams
 SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 8)
 # Left alone, the compiler takes so many that two programs fit at once, where three hide more of the waiting.
 REGISTERS = {"local_kernel": 168}
-SHARED_TOKENS = 16
+SHARED_TOKENS, SHARED_BACK = 16, Tile(16, 4, 6)
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ class Backward:
         )
         problem.per_chunk(
             finish_kernels.shared_backward_kernel,
-            SMALL,
+            SHARED_BACK,
             self.whole,
             *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, problem.doc_start),
             *(prepared.B_factor, prepared.C_factor, prepared.speed, prepared.dt, self.carry),

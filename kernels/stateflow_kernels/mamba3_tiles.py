@@ -114,34 +114,14 @@ def store_group(
 
 
 @triton.jit
-def load_groups(
-    ptr, rows, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, END: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """The three groups of columns: of each pair the first, the second, and what does not turn."""
-    first = load_group(ptr, rows, 0, R, BR, N, END, EXACT)
-    second = load_group(ptr, rows, R, R, BR, N, END, EXACT)
-    return first, second, load_group(ptr, rows, 2 * R, N - 2 * R, BX, N, END, EXACT)
-
-
-@triton.jit
 def store_groups(
     ptr, rows, first, second, rest, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr,
     END: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
+    """The three groups of columns: of each pair the first, the second, and what does not turn."""
     store_group(ptr, rows, first, 0, R, BR, N, END, EXACT)
     store_group(ptr, rows, second, R, R, BR, N, END, EXACT)
     store_group(ptr, rows, rest, 2 * R, N - 2 * R, BX, N, END, EXACT)
-
-
-@triton.jit
-def row_products(
-    a_first, a_second, a_rest, b_first, b_second, b_rest, acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr
-):
-    """acc + a b^T, of matrices in three groups of columns."""
-    acc = dot(a_first, tl.trans(b_first), acc, DTYPE, PRECISION)
-    acc = dot(a_second, tl.trans(b_second), acc, DTYPE, PRECISION)
-    return dot(a_rest, tl.trans(b_rest), acc, DTYPE, PRECISION)
 
 
 @triton.jit
