@@ -41,7 +41,7 @@ class AotCase:
         kernel: the `triton.jit` function.
         signature: the type of every argument that is no constexpr: "*bf16", "*fp32", "*i64", "i32", "fp32".
         constexprs: the value of every other argument; None for a pointer that is not given.
-        num_warps, num_stages: launch options.
+        num_warps, num_stages, maxnreg: launch options; the last one is the most registers a thread may have.
         archs: what it is written for.
     """
 
@@ -51,6 +51,7 @@ class AotCase:
     constexprs: dict[str, object]
     num_warps: int = 4
     num_stages: int = 3
+    maxnreg: int | None = None
     archs: tuple[int, ...] = TARGETS
 
 
@@ -66,7 +67,7 @@ def compile_case(case: AotCase, arch: int):
     if case.kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as source_type
     source = source_type(case.kernel, signature, constexprs=dict(case.constexprs), attrs=aligned)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.maxnreg}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
