@@ -75,11 +75,12 @@ def test_sizes_of_heads(dtype, sizes, with_docs):
 
 @pytest.mark.parametrize("heads", [24, 40, 80])
 def test_long_sequences(heads):
-    """Gradients of angles add up errors of all later tokens."""
+    """Gradients of angles add up the errors of all later tokens, which grow with the root of their number."""
     torch.manual_seed(0)
     inputs = make(1, 4096 + 70, heads, 128, 64, 32)
     high = [x.detach().double().requires_grad_() for x in inputs]
-    compare(run(inputs, None, **TRITON), [x.cpu() for x in run(high, None, backend="chunk")], BOUNDS[torch.bfloat16])
+    bounds = BOUNDS[torch.bfloat16] | dict.fromkeys(("dangle", "dtheta"), 4e-2)
+    compare(run(inputs, None, **TRITON), [x.cpu() for x in run(high, None, backend="chunk")], bounds)
 
 
 @pytest.mark.parametrize("changes", [{}, OVERLAP], ids=["serial", "overlap"])

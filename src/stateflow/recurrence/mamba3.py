@@ -546,8 +546,8 @@ def mamba3(
             each token's document; negative where it lies before this call.
         norm_eps, A_floor: as above.
         chunk_size: tokens that are computed at once. Cutting a sequence at multiples of it gives the same bits.
-        backend: see `backends`; "auto" is "chunk" for the time being. The kernels take x, z, B and C of one type,
-            chunk_size 64, and N and P that are multiples of 8 from 16 to 256 (N at most 128 in float32).
+        backend: see `backends`. The kernels take x, z, B and C of one type, chunk_size 64, and N and P that are
+            multiples of 8 from 16 to 256 (N at most 128 in float32).
 
     All inputs by token may have 16 bits, everything is computed in at least float32.
 
@@ -566,8 +566,6 @@ def mamba3(
         theta_BHR, state_BHNP, k_last_BHN, v_last_BHP,
     )  # fmt: skip
     _check(*tensors, chunk_size)
-    if backend == "auto":
-        backend = "chunk"  # some of the kernels' tests on a GPU failed for a reason not yet found, see docs/kernels.md
     form = choose("mamba3", backend, *tensors, misfit=_kernel_misfit(Inputs(*tensors), chunk_size))
     if form == "reference":
         return reference.mamba3(*tensors, doc_start_BT, norm_eps, A_floor)
