@@ -40,7 +40,8 @@ def test_measured_memory_is_near_the_counted(kinds):
         )  # fmt: skip
         assert 0 < point.forward < 10 and 0 < point.backward < 10 and not point.failed
         counted = stages[number].footprint.saved_bytes_per_token * 2048
-        assert 0.7 * counted < point.saved_bytes < 1.3 * counted, (number, point.saved_bytes / counted)
+        # Counted without a GPU, where a norm keeps float32 copies; torch's fused norm on a GPU keeps its input.
+        assert 0.6 * counted < point.saved_bytes < 1.1 * counted, (number, point.saved_bytes / counted)
 
 
 def test_halves_of_the_backward_add_up_to_about_the_whole():
