@@ -18,7 +18,7 @@ larger numbers would only cost the differences of sums their digits.
 import triton
 import triton.language as tl
 
-from .decays import document_starts, inverse_norm, pair_decay, start_decay
+from .decays import FACTORS, document_starts, inverse_norm, pair_decay, start_decay
 from .primitives import dot, rounded
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
@@ -119,13 +119,15 @@ def pre_kernel(
     to_end = tl.sum(tl.where(ts[:, None] == C - 1, pairs, 0.0), axis=0)
     tl.store(gate_sum_ptr + chunk * C + ts, gate_sum)
     tl.store(k_norm_ptr + chunk * C + ts, k_norm)
-    # In the order that ST and STB read as one tile each: b, kappa, r, Gam; then `out_backward_kernel`'s rho.
-    factors = factors_ptr + chunk * (5 * C) + ts
+    factors = factors_ptr + chunk * (FACTORS * C) + ts
     tl.store(factors, beta)
     tl.store(factors + C, tl.where(in_chunk, to_end * k_norm, 0.0))
     tl.store(factors + 2 * C, beta * from_start * k_norm)
     whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
     tl.store(factors + 3 * C, tl.zeros([C], tl.float32) + whole)
+    tl.store(factors + 5 * C, gate_sum.to(tl.float32))
+    tl.store(factors + 6 * C, k_norm)
+    tl.store(factors + 8 * C, start.to(tl.float32))
     if SOLVE:
         products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
         system = products * pairs * (beta * k_norm)[:, None] * k_norm[None, :]

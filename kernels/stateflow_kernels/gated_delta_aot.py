@@ -76,6 +76,24 @@ def _specialized_case(name: str, kernel, block_v: int, num_stages: int, k_dim: i
     return AotCase(name, kernel, signature, values, 4, num_stages, archs=(90,))
 
 
+def _merged_gradients_case(k_dim: int, v_dim: int) -> AotCase:
+    from .hopper_gradients import gradients_kernel
+
+    values = dict(H=20, K=k_dim, V=v_dim, C=CHUNK, GROUP=8, NORMALIZE=True)
+    signature = {}
+    for argument in (n for n in gradients_kernel.arg_names if n not in values):
+        if argument.endswith("_desc"):
+            rows, columns = hopper.gradient_tiles(k_dim, v_dim)[argument.removesuffix("_desc")]
+            dtype = torch.float32 if argument == "factors_desc" else torch.bfloat16
+            kind = "fp32" if argument == "factors_desc" else "bf16"
+            signature[argument] = f"tensordesc<{kind}[{rows},{columns}],{hopper.layout(rows, columns, dtype)!r}>"
+        elif argument == "grad_v_ptr":
+            signature[argument] = "*bf16"
+        else:
+            signature[argument] = "*fp32" if argument.endswith("_ptr") else "fp32" if argument == "scale" else "i32"
+    return AotCase("gradients_kernel, specialised", gradients_kernel, signature, values, 4, 1, archs=(90,))
+
+
 def _specialized_cases() -> list[AotCase]:
     """Of ST and STB for Hopper, where Triton is one that they are written for."""
     if not hopper.known_triton():
@@ -87,7 +105,7 @@ def _specialized_cases() -> list[AotCase]:
         _specialized_case(f"{kernel.__name__}, specialised, BV {block_v}", kernel, block_v, stages, 128, 128)
         for kernel, stages in zip(kernels, (4, 3), strict=True)
         for block_v in (16, 32)
-    ]
+    ] + [_merged_gradients_case(128, 128)]
 
 
 def aot_cases() -> list[AotCase]:

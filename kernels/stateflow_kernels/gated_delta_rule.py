@@ -28,9 +28,10 @@ from torch import Tensor
 from . import gated_delta as kernels
 from . import gated_delta_backward as backward_kernels
 from . import hopper, transition
+from .decays import FACTORS as _FACTORS
 
 CHUNK = 64
-FACTORS = 5
+FACTORS = _FACTORS.value
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -52,7 +53,8 @@ class Plan:
     """A tile for each kernel, and what runs beside what.
 
     `cuts` and `backward_cuts` are shares of the chunks at which a call is cut into segments (none: no overlap of
-    segments), `overlap_backward` puts ST and the gradients of the queries beside OG and STB.
+    segments), `overlap_backward` puts ST and the gradients of the queries beside OG and STB. `gradient_chunks`: PG is
+    the one kernel of `hopper_gradients`, where that runs, with so many chunks a program; 0: always three kernels.
     """
 
     pre: Tile = Tile(64, 4, 2)
@@ -66,6 +68,7 @@ class Plan:
     cuts: tuple[float, ...] = ()
     backward_cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
+    gradient_chunks: int = 0
 
 
 def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Plan:
@@ -173,7 +176,7 @@ class _Problem:
                 self, tile, chunks, prepared.solve, prepared.factors, k, v, state_in, states, v_new, state_out
             )
             return
-        b, kappa, r, decay, _ = prepared.factors.unbind(3)
+        b, kappa, r, decay, *_ = prepared.factors.unbind(3)
         self.walk(
             transition.transition_kernel,
             *(tile, chunks, k, kappa, v, prepared.solve, b, r, decay, state_in, states, v_new, state_out),
@@ -191,7 +194,7 @@ class _Problem:
         if hopper.runs(self, tile, prepared.solve, q, k, grad_o):
             hopper.transition_backward(self, tile, chunks, prepared.solve, prepared.factors, q, k, grad_o, *outputs)
             return
-        _, kappa, r, decay, rho = prepared.factors.unbind(3)
+        _, kappa, r, decay, rho, *_ = prepared.factors.unbind(3)
         self.walk(
             transition.transition_backward_kernel,
             *(tile, chunks, q, rho, k, kappa, prepared.solve, r, decay, grad_o, *outputs),
@@ -250,7 +253,7 @@ class _Prepared:
         # Float64 for float32 inputs: see `gated_delta`.
         self.gate_sum = problem.tokens(torch.float64 if problem.dtype == torch.float32 else torch.float32)
         self.k_norm = problem.tokens()
-        # Of each chunk: b, kappa and r of its tokens, Gam (C times), and rho, which is `out_backward_kernel`'s.
+        # Two of them are `out_backward_kernel`'s.
         chunks = self.k_norm.shape[:-1]
         self.factors = torch.empty(*chunks, FACTORS, CHUNK, dtype=torch.float32, device=problem.device)
 
@@ -402,6 +405,11 @@ def backward(
             *(grad_gate, grad_system, grad_k, grad_g, problem.scale),
         )
 
+    def gradients(chunks: range) -> None:
+        made = (prepared.factors, q, k, v, grad_o, v_new, states, grad_solved, grad_states)
+        outputs = (grad_q, grad_k, grad_v, grad_g, grad_beta)
+        hopper.gradients(problem, plan.gradient_chunks, chunks, *made, *outputs)
+
     def replay() -> None:
         problem.transition(plan.transition, whole, prepared, k, v, state, states, v_new, unused)
 
@@ -410,11 +418,16 @@ def backward(
     out_backward()
     walked = [side.run(1, partial(walk_back, chunks)) for chunks in segments]
     side.wait(replayed)
-    query_backward(whole)
+    merged = hopper.merges_gradients(problem, plan.gradient_chunks, q, k, v, grad_o)
+    if not merged:
+        query_backward(whole)
     for chunks, event in zip(segments, walked, strict=True):
         side.wait(event)
-        solve_backward(chunks)
-        key_backward(chunks)
+        if merged:
+            gradients(chunks)
+        else:
+            solve_backward(chunks)
+            key_backward(chunks)
     if shared:
         grad_q, grad_k = (x.unflatten(2, (problem.num_key_heads, -1)).sum(3).to(q.dtype) for x in (grad_q, grad_k))
     return grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state_in

@@ -22,6 +22,7 @@ TRITONS = ("3.6", "3.7")  # 3.7 compiled only
 BLOCKS_V = (16, 32, 64)
 CHUNK = 64
 K_DIMS = (64, 128, 256)
+MERGED_DIMS = (64, 128)
 
 
 def available(device: torch.device) -> bool:
@@ -100,6 +101,27 @@ def _launch(kernel, problem: _Problem, tile: Tile, chunks: range, *args) -> None
     )
 
 
+def merges_gradients(problem: _Problem, chunks_a_program: int, *given: Tensor) -> bool:
+    """Whether all gradients of this problem come from the one kernel of `hopper_gradients`."""
+    return (
+        chunks_a_program > 0
+        and problem.batch == 1
+        and problem.num_heads == problem.num_key_heads
+        and problem.dtype != torch.float32
+        and {problem.k_dim, problem.v_dim} <= set(MERGED_DIMS)
+        and all(x.data_ptr() % 16 == 0 for x in given)
+        and available(problem.device)
+    )
+
+
+def gradient_tiles(k_dim: int, v_dim: int) -> dict[str, tuple[int, int]]:
+    """Rows and columns of what `hopper_gradients` has the copy engine move."""
+    keys = dict.fromkeys(("q", "k", "grad_q", "grad_k"), (CHUNK, k_dim))
+    values = dict.fromkeys(("v", "grad_o", "v_new", "solved"), (CHUNK, v_dim))
+    states = dict.fromkeys(("states", "grad_states"), (k_dim, v_dim))
+    return keys | values | states | {"factors": (16, CHUNK)}  # a power of two; the last rows are the next chunk's
+
+
 def transition(
     problem: _Problem, tile: Tile, chunks: range, solve: Tensor, factors: Tensor, k: Tensor, v: Tensor,
     state_in: Tensor, states: Tensor, v_new: Tensor, state_out: Tensor,
@@ -140,4 +162,31 @@ def transition_backward(
         _tiles(grad_states.view(-1, value), key, block),
         _tiles(factors.view(-1, chunk), 4, chunk),
         *(grad_state_in, grad_state_out),
+    )
+
+
+def gradients(
+    problem: _Problem, chunks_a_program: int, chunks: range, factors: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    grad_o: Tensor, v_new: Tensor, states: Tensor, solved: Tensor, grad_states: Tensor, grad_q: Tensor, grad_k: Tensor,
+    grad_v: Tensor, grad_g: Tensor, grad_beta: Tensor,
+) -> None:  # fmt: skip
+    """PG: the gradients of q, k, v, g and beta of these chunks' tokens from what ST and STB left."""
+    from . import hopper_gradients
+
+    chunk, tokens = problem.sizes["C"], problem.num_tokens
+    sizes = gradient_tiles(problem.k_dim, problem.v_dim)
+    matrices = dict(q=q.view(tokens, -1), k=k.view(tokens, -1), v=v.view(tokens, -1), grad_o=grad_o.view(tokens, -1))
+    matrices |= dict(v_new=v_new.view(-1, problem.v_dim), states=states.view(-1, problem.v_dim))
+    matrices |= dict(solved=solved.view(-1, problem.v_dim), grad_states=grad_states.view(-1, problem.v_dim))
+    matrices |= dict(factors=factors.view(-1, chunk), grad_q=grad_q.view(tokens, -1), grad_k=grad_k.view(tokens, -1))
+    hopper_gradients.gradients_kernel[(triton.cdiv(len(chunks), chunks_a_program) * problem.heads,)](
+        *(_tiles(matrix, *sizes[name]) for name, matrix in matrices.items()),
+        *(grad_v, grad_g, grad_beta, problem.scale, tokens, problem.num_chunks, chunks.start, chunks.stop),
+        H=problem.num_heads,
+        K=problem.k_dim,
+        V=problem.v_dim,
+        C=chunk,
+        GROUP=chunks_a_program,
+        NORMALIZE=problem.options["NORMALIZE"],
+        num_warps=4,
     )

@@ -9,8 +9,8 @@ shared memory is at once the operand of the next product and what is written to 
 Formulas, operands, roundings and the order of products are `transition`'s: the results have the same bits. For B = 1, a
 solve, a scalar decay, 16-bit inputs, K 64, 128 or 256 and V a multiple of BV.
 
-`factors` [5 H N, C] float32: for each chunk b, kappa and r of its tokens, Lam C times, and rho. ST fetches the first
-four rows as one tile, STB the last four.
+`factors` [FACTORS H N, C] float32, see `decays`: ST fetches the first four rows of a chunk as one tile, STB four from
+the second on.
 """
 
 from triton.experimental import gluon
@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from .decays import FACTORS
 
 _LENGTHS = ["num_chunks", "first_chunk", "end_chunk"]
 
@@ -87,7 +89,7 @@ def _fetch(descs, columns, slots, ready, empty, row, first_chunk, end_chunk):
         mbarrier.expect(bar, size)
         tma.async_copy_global_to_shared(k_desc, [n * C, key_column], bar, k_slots.index(slot))
         tma.async_copy_global_to_shared(v_desc, [n * C, v_column], bar, v_slots.index(slot))
-        tma.async_copy_global_to_shared(factors_desc, [(row + n) * 5, 0], bar, factors_slots.index(slot))
+        tma.async_copy_global_to_shared(factors_desc, [(row + n) * FACTORS, 0], bar, factors_slots.index(slot))
         tma.async_copy_global_to_shared(solve_desc, [(row + n) * C, 0], bar, solve_slots.index(slot))
 
 
@@ -232,7 +234,7 @@ def _fetch_back(descs, columns, slots, ready, empty, row, first_chunk, end_chunk
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, size)
         tma.async_copy_global_to_shared(k_desc, [n * C, key_column], bar, k_slots.index(slot))
-        tma.async_copy_global_to_shared(factors_desc, [(row + n) * 5 + 1, 0], bar, factors_slots.index(slot))
+        tma.async_copy_global_to_shared(factors_desc, [(row + n) * FACTORS + 1, 0], bar, factors_slots.index(slot))
         tma.async_copy_global_to_shared(grad_y_desc, [n * C, v_column], bar, grad_y_slots.index(slot))
         tma.async_copy_global_to_shared(q_desc, [n * C, key_column], bar, q_slots.index(slot))
         tma.async_copy_global_to_shared(tile_desc, [(row + n) * C, column], bar, tile_slots.index(slot))

@@ -42,6 +42,8 @@ _WALK_BACK += tuple((v, 4, stages, True) for v, stages in ((32, 3), (32, 2), (16
 CUTS = ((0.5,), (0.33, 0.66), (0.25, 0.6))
 # Without anything beside it, a cut only costs.
 BACKWARDS = tuple(dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,), (0.33,), (0.33, 0.66)))
+# Chunks a program, where the gradients come from one kernel.
+GRADIENTS = tuple(dict(gradient_chunks=chunks) for chunks in (4, 16, 32, 0))
 BESIDE = 3  # so many of the fastest tiles of a walk are also tried beside other kernels
 
 
@@ -203,7 +205,10 @@ class Search:
         plan = self._options("forward", serial, forward, self.bench.time_forward)
         # ST of the backward's replay has the forward's tile.
         backward = [options | {walk_back: tile} for options in family.backwards for tile in fastest[walk_back][:BESIDE]]
-        return self._options("backward", plan, backward, self.bench.time_backward)
+        plan = self._options("backward", plan, backward, self.bench.time_backward)
+        if getattr(self.default, "gradient_chunks", 0):
+            plan = self._options("backward, gradients", plan, GRADIENTS, self.bench.time_backward)
+        return plan
 
     def _options(
         self, name: str, serial: AnyPlan, options: Sequence[dict], time_plan: Callable[[AnyPlan], Timing]
