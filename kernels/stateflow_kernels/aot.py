@@ -41,6 +41,7 @@ class AotCase:
         constexprs: the value of every other argument; None for a pointer that is not given.
         num_warps, num_stages: launch options.
         archs: what it is written for.
+        max_registers: launch option, None: the compiler's choice.
     """
 
     name: str
@@ -50,6 +51,7 @@ class AotCase:
     num_warps: int = 4
     num_stages: int = 3
     archs: tuple[int, ...] = TARGETS
+    max_registers: int | None = None
 
 
 def compile_case(case: AotCase, arch: int):
@@ -64,7 +66,7 @@ def compile_case(case: AotCase, arch: int):
     if case.kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as source_type
     source = source_type(case.kernel, signature, constexprs=dict(case.constexprs), attrs=aligned)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -59,14 +59,17 @@ def _unit_triangular_inverse(system, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def pre_kernel(
+    q_ptr,
     k_ptr,
     g_ptr,
     beta_ptr,
     doc_start_ptr,
     solve_ptr,
+    scores_ptr,
     gate_sum_ptr,
     k_norm_ptr,
     factors_ptr,
+    scale,
     eps,
     num_tokens,
     num_chunks,
@@ -80,11 +83,15 @@ def pre_kernel(
     HAS_DOCS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SOLVE: tl.constexpr,
+    SCORES: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr,
 ):
-    """Pre of one chunk and head: T where SOLVE, and the factors of the tokens."""
+    """Pre of one chunk and head: the factors of the tokens, T where SOLVE, and P where SCORES.
+
+    Without SCORES the factors of the queries are left to `out_backward_kernel`.
+    """
     pid = tl.program_id(0)
     n = first_chunk + pid // (B * H)
     head = (pid % (B * H)).to(tl.int64)
@@ -96,11 +103,10 @@ def pre_kernel(
     ts = tl.arange(0, C)
     ks = tl.arange(0, BK)
     in_chunk = ts < num_tokens - n * C
-    k = tl.load(
-        k_ptr + (token * HK + key_head) * K + (ts[:, None] * (HK * K) + ks[None, :]),
-        mask=in_chunk[:, None] & (ks[None, :] < K),
-        other=0.0,
-    )
+    key_base = (token * HK + key_head) * K
+    key_offset = ts[:, None] * (HK * K) + ks[None, :]
+    key_mask = in_chunk[:, None] & (ks[None, :] < K)
+    k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
     gate_base = token * H + head % H
     g = tl.load(g_ptr + gate_base + ts * H, mask=in_chunk, other=0.0)
     beta = tl.load(beta_ptr + gate_base + ts * H, mask=in_chunk, other=0.0).to(tl.float32)
@@ -134,6 +140,15 @@ def pre_kernel(
         system = tl.where(ts[:, None] > ts[None, :], system, 0.0)
         solve = _unit_triangular_inverse(system, C, SOLVE_PRECISION)
         tl.store(solve_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]), rounded(solve, DTYPE))
+    if SCORES:
+        q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
+        q_norm = inverse_norm(q, eps, NORMALIZE, C)
+        tl.store(factors + 7 * C, q_norm)
+        q_norm *= scale
+        tl.store(factors + 4 * C, tl.where(in_chunk, q_norm * from_start, 0.0))
+        scores = dot(q, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
+        scores = scores * pairs * q_norm[:, None] * k_norm[None, :]
+        tl.store(scores_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]), rounded(scores, DTYPE))
 
 
 @triton.jit(do_not_specialize=_LENGTHS)

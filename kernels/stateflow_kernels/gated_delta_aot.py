@@ -50,6 +50,7 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
         HAS_DOCS=True,
         NORMALIZE=True,
         SOLVE=True,
+        SCORES=True,
     )
     values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_PRECISION="tf32", STAGES=tile.num_stages)
     names = kernel.arg_names
@@ -57,18 +58,23 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
     pointers = {n: _POINTERS.get(n, "*bf16") for n in names if n.endswith("_ptr")}
     lengths = {n: "i32" for n in names if n not in constexprs | pointers | _NUMBERS}
     numbers = {n: kind for n, kind in _NUMBERS.items() if n in names}
-    return AotCase(name, kernel, pointers | numbers | lengths, constexprs, tile.num_warps, tile.num_stages)
+    limit = 128 if name == "pre" else None
+    return AotCase(
+        name, kernel, pointers | numbers | lengths, constexprs, tile.num_warps, tile.num_stages, max_registers=limit
+    )
 
 
 def _specialized_case(name: str, kernel, block_v: int, num_stages: int, k_dim: int, v_dim: int) -> AotCase:
     values = dict(H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BV=block_v, STAGES=num_stages)
-    rows = dict.fromkeys(("k_desc", "q_desc"), k_dim) | {"solve_desc": CHUNK}
+    widths = dict.fromkeys(("k_desc", "q_desc"), k_dim) | dict.fromkeys(("solve_desc", "scores_desc"), CHUNK)
+    num_factors = 8 if "scores_desc" in kernel.arg_names else 4
     signature = {}
     for argument in (n for n in kernel.arg_names if n not in values):
         if argument == "factors_desc":
-            signature[argument] = f"tensordesc<fp32[4,{CHUNK}],{hopper.layout(4, CHUNK, torch.float32)!r}>"
+            layout = hopper.layout(num_factors, CHUNK, torch.float32)
+            signature[argument] = f"tensordesc<fp32[{num_factors},{CHUNK}],{layout!r}>"
         elif argument.endswith("_desc"):
-            shape = (k_dim if "states" in argument else CHUNK, rows.get(argument, block_v))
+            shape = (k_dim if "states" in argument else CHUNK, widths.get(argument, block_v))
             layout = hopper.layout(*shape, torch.bfloat16)
             signature[argument] = f"tensordesc<bf16[{shape[0]},{shape[1]}],{layout!r}>"
         else:
@@ -98,12 +104,13 @@ def _specialized_cases() -> list[AotCase]:
     """Of ST and STB for Hopper, where Triton is one that they are written for."""
     if not hopper.known_triton():
         return []
-    from . import hopper_transition
+    from .hopper_outputs import transition_out_kernel
+    from .hopper_transition import transition_backward_kernel, transition_kernel
 
-    kernels = (hopper_transition.transition_kernel, hopper_transition.transition_backward_kernel)
+    kernels = {transition_kernel: 4, transition_backward_kernel: 3, transition_out_kernel: 3}
     return [
         _specialized_case(f"{kernel.__name__}, specialised, BV {block_v}", kernel, block_v, stages, 128, 128)
-        for kernel, stages in zip(kernels, (4, 3), strict=True)
+        for kernel, stages in kernels.items()
         for block_v in (16, 32)
     ] + [_merged_gradients_case(128, 128)]
 

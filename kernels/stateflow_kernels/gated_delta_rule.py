@@ -39,7 +39,8 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 class Tile:
     """How a kernel is launched: columns of V at a time, warps a program, depth of the load pipeline.
 
-    `specialized`: ST and STB in the form of `hopper_transition`, where that runs; its bits are the same.
+    `specialized`: ST and STB in the form of `hopper_transition`, where that runs; its bits are the same. For
+    `transition_out`: whether ST and Out of the forward are one kernel at all, that of `hopper_outputs`.
     """
 
     block_v: int = 64
@@ -60,6 +61,7 @@ class Plan:
     pre: Tile = Tile(64, 4, 2)
     transition: Tile = Tile(32, 4, 4)
     out: Tile = Tile(64, 4, 2)
+    transition_out: Tile = Tile(32, 4, 3)
     out_backward: Tile = Tile(64, 4, 2)
     transition_backward: Tile = Tile(32, 4, 3)
     query_backward: Tile = Tile(64, 4, 2)
@@ -257,19 +259,27 @@ class _Prepared:
         chunks = self.k_norm.shape[:-1]
         self.factors = torch.empty(*chunks, FACTORS, CHUNK, dtype=torch.float32, device=problem.device)
 
-    def run(self, problem: _Problem, tile: Tile, chunks: range, k: Tensor, g: Tensor, beta: Tensor) -> None:
+    def run(
+        self, problem: _Problem, tile: Tile, chunks: range, q: Tensor, k: Tensor, g: Tensor, beta: Tensor,
+        scores: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`scores`: receive P."""
+        # Else two programs share a multiprocessor, and their chains of small products leave it idle.
+        limit = 128 if problem.dtype != torch.float32 and problem.k_dim <= 128 and tile.num_warps == 4 else None
         kernels.pre_kernel[(len(chunks) * problem.heads,)](
-            *(k, g, beta, problem.doc_start, self.solve),
-            *(self.gate_sum, self.k_norm, self.factors, problem.eps),
+            *(q, k, g, beta, problem.doc_start, self.solve, scores),
+            *(self.gate_sum, self.k_norm, self.factors, problem.scale, problem.eps),
             problem.num_tokens,
             problem.num_chunks,
             chunks.start,
             **problem.key_sizes,
             **problem.options,
             SOLVE=not self.solved,
+            SCORES=scores is not None,
             SOLVE_PRECISION=problem.key_sizes["PRECISION"],
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            maxnreg=limit,
         )
 
 
@@ -293,20 +303,29 @@ def forward(
     """
     problem = _Problem(q, v, doc_start, scale, eps)
     prepared = _Prepared(problem)
-    v_new, states = problem.tiles(problem.v_dim), problem.states()
+    in_one = hopper.runs(problem, plan.transition_out, q, k, v)
+    scores = problem.tiles(CHUNK) if in_one else None
+    v_new, states = (None, None) if in_one else (problem.tiles(problem.v_dim), problem.states())
     o, state_out = torch.empty_like(v), torch.empty_like(state)
     segments = problem.segments(plan.cuts)
     side = _SideStreams(problem.device, len(segments) > 1)
 
     def pre(chunks: range) -> None:
-        prepared.run(problem, plan.pre, chunks, k, g, beta)
+        prepared.run(problem, plan.pre, chunks, q, k, g, beta, scores)
 
     def walk(chunks: range) -> None:
         # The second segment goes on from the state that the first one left.
         before = state if chunks.start == 0 else state_out
+        if in_one:
+            tile = plan.transition_out
+            args = (prepared.solve, scores, prepared.factors, q, k, v, before, o, state_out)
+            hopper.transition_out(problem, tile, chunks, *args)
+            return
         problem.transition(plan.transition, chunks, prepared, k, v, before, states, v_new, state_out)
 
     def out(chunks: range) -> None:
+        if in_one:
+            return
         problem.per_chunk(
             kernels.out_kernel,
             plan.out,
@@ -413,7 +432,7 @@ def backward(
     def replay() -> None:
         problem.transition(plan.transition, whole, prepared, k, v, state, states, v_new, unused)
 
-    prepared.run(problem, plan.pre, whole, k, g, beta)
+    prepared.run(problem, plan.pre, whole, q, k, g, beta)
     replayed = side.run(0, replay)
     out_backward()
     walked = [side.run(1, partial(walk_back, chunks)) for chunks in segments]

@@ -47,6 +47,19 @@ def shared_bytes(backward: bool, k_dim: int, block_v: int, num_stages: int) -> i
     return num_stages * stage + results + 2 * CHUNK * block_v * (3 if backward else 2)
 
 
+def out_shared_bytes(k_dim: int, block_v: int, num_stages: int) -> int:
+    """What a program of ST and Out in one takes, up to the barriers."""
+    stage = 2 * CHUNK * (2 * k_dim + 2 * CHUNK + block_v) + 4 * 8 * CHUNK
+    results = 2 * (k_dim + 2 * CHUNK) * block_v * (3 if num_stages % 2 else 2)
+    return num_stages * stage + results + 2 * CHUNK * block_v * 2
+
+
+def default_out_stages(k_dim: int, block_v: int, shared_memory: int) -> int | None:
+    """As `default_stages`."""
+    fitting = [n for n in (4, 3, 2) if out_shared_bytes(k_dim, block_v, n) + 1024 <= shared_memory]
+    return fitting[0] if fitting else None
+
+
 def default_stages(backward: bool, k_dim: int, block_v: int, shared_memory: int) -> int | None:
     """As many as fit, up to four; None: not even two do."""
     fitting = [n for n in (4, 3, 2) if shared_bytes(backward, k_dim, block_v, n) + 1024 <= shared_memory]
@@ -139,6 +152,28 @@ def transition(
         _tiles(states.view(-1, value), key, block),
         _tiles(v_new.view(-1, value), chunk, block),
         _tiles(factors.view(-1, chunk), 4, chunk),
+        *(state_in, state_out),
+    )
+
+
+def transition_out(
+    problem: _Problem, tile: Tile, chunks: range, solve: Tensor, scores: Tensor, factors: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, state_in: Tensor, o: Tensor, state_out: Tensor,
+) -> None:  # fmt: skip
+    """ST and Out in one, from what Pre left with the scores P."""
+    from . import hopper_outputs
+
+    chunk, tokens, key, block = problem.sizes["C"], problem.num_tokens, problem.k_dim, tile.block_v
+    _launch(
+        hopper_outputs.transition_out_kernel,
+        *(problem, tile, chunks),
+        _tiles(q.view(tokens, -1), chunk, key),
+        _tiles(k.view(tokens, -1), chunk, key),
+        _tiles(v.view(tokens, -1), chunk, block),
+        _tiles(solve.view(-1, chunk), chunk, chunk),
+        _tiles(scores.view(-1, chunk), chunk, chunk),
+        _tiles(factors.view(-1, chunk), 8, chunk),
+        _tiles(o.view(tokens, -1), chunk, block),
         *(state_in, state_out),
     )
 

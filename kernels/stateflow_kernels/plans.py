@@ -147,6 +147,10 @@ def _with_specialized_kernels(plan, k_dim: int, v_dim: int, shared_memory: int):
         stages = hopper.default_stages(name == "transition_backward", k_dim, tile.block_v, shared_memory)
         if k_dim in hopper.K_DIMS and v_dim % tile.block_v == 0 and stages is not None:
             walks[name] = Tile(tile.block_v, 4, stages, specialized=True)
+    tile = plan.transition_out
+    stages = hopper.default_out_stages(k_dim, tile.block_v, shared_memory)
+    if k_dim in hopper.K_DIMS and v_dim % tile.block_v == 0 and stages is not None:
+        walks["transition_out"] = Tile(tile.block_v, 4, stages, specialized=True)
     merges = {k_dim, v_dim} <= set(hopper.MERGED_DIMS)
     return dataclasses.replace(plan, **walks, gradient_chunks=8 if merges else 0)
 

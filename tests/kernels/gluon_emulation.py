@@ -331,7 +331,7 @@ def hopper_on_the_cpu(monkeypatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(hopper, "available", lambda device: True)
         patch.setattr(hopper, "_tiles", Descriptor)
-        for name in ("hopper_transition", "hopper_gradients"):
+        for name in ("hopper_transition", "hopper_gradients", "hopper_outputs"):
             module = emulated(name)
             patch.setitem(sys.modules, module.__name__, module)
             patch.setattr(stateflow_kernels, name, module, raising=False)

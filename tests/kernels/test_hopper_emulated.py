@@ -40,14 +40,22 @@ def test_all_gradients_from_one_kernel(inputs, monkeypatch):
         assert_close([result], [reference], bound)
 
 
-def test_walks_have_the_bits_of_tritons(inputs, monkeypatch):
-    walks = dict(transition=Tile(32, 4, 2, specialized=True), transition_backward=Tile(32, 4, 3, specialized=True))
+def test_walks_do_what_tritons_do(inputs, monkeypatch):
+    """On a GPU bit for bit; here sums have another order."""
     plan = dataclasses.replace(PLAN, gradient_chunks=0)
     use_plans(monkeypatch, lambda *_, **__: plan)
     expected = run(inputs, None, **TRITON)
-    use_plans(monkeypatch, lambda *_, **__: dataclasses.replace(plan, **walks))
+    walks = {"transition": 2, "transition_backward": 3, "transition_out": 2}
+    tiles = {name: Tile(32, 4, stages, specialized=True) for name, stages in walks.items()}
+    use_plans(monkeypatch, lambda *_, **__: dataclasses.replace(plan, **tiles))
+    launches = []
+    for name in walks:
+        launch = getattr(hopper, name)
+        monkeypatch.setattr(hopper, name, lambda *args, f=launch: launches.append(f) or f(*args))
     with hopper_on_the_cpu(monkeypatch):
         results = run(inputs, None, **TRITON)
+        assert {f.__name__ for f in launches} == set(walks)
+        assert_same_bits(run_in_pieces(inputs, None, [64], **TRITON), results)
     assert_close(results, expected, 1e-3)
 
 

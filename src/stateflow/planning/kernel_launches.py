@@ -26,8 +26,8 @@ from stateflow_kernels.plan_table import Shape
 EPS = 1e-6
 # In the order in which each has what it reads.
 KERNELS = (
-    "pre", "transition", "out", "out_backward", "transition_backward", "query_backward", "solve_backward",
-    "key_backward",
+    "pre", "transition", "transition_out", "out", "out_backward", "transition_backward", "query_backward",
+    "solve_backward", "key_backward",
 )  # fmt: skip
 
 
@@ -106,9 +106,18 @@ class Launches:
         like = dict(dtype=torch.float32 if shared else q.dtype, device=device)
         grad_q, grad_k = (torch.empty(*v.shape[:3], shape.k_dim, **like) for _ in range(2))
         factors, docs = (prepared.gate_sum, prepared.k_norm), None
+        scores = problem.tiles(CHUNK) if hopper.available(problem.device) else None
 
         def pre(tile: Tile) -> None:
-            prepared.run(problem, tile, whole, k, g, beta)
+            prepared.run(problem, tile, whole, q, k, g, beta, scores)
+
+        def transition_out(tile: Tile) -> None:
+            """ST and Out in one, where that runs; else ST."""
+            if hopper.runs(problem, tile, q, k, v):
+                args = (prepared.solve, scores, prepared.factors, q, k, v, state, o, state_out)
+                hopper.transition_out(problem, tile, whole, *args)
+            else:
+                problem.transition(tile, whole, prepared, k, v, state, states, v_new, state_out)
 
         def per_chunk(kernel, args: tuple, tile: Tile) -> None:
             problem.per_chunk(kernel, tile, whole, *args)
@@ -117,6 +126,7 @@ class Launches:
         self.by_name: dict[str, Callable[[Tile], None]] = {
             "pre": pre,
             "transition": lambda tile: problem.transition(tile, whole, prepared, k, v, state, states, v_new, state_out),
+            "transition_out": transition_out,
             "out": partial(per_chunk, gated_delta.out_kernel, (q, k, docs, states, v_new, *factors, o, *numbers)),
             "out_backward": partial(
                 per_chunk,
@@ -166,6 +176,16 @@ def _variants(plan: Plan) -> dict[str, Plan]:
     return {name: variant for name, variant in found.items() if variant != plan}
 
 
+def _forward_variants(plan: Plan) -> dict[str, Plan]:
+    tiles = [Tile(*sizes, specialized=True) for sizes in ((32, 4, 3), (32, 4, 2), (16, 4, 3), (16, 4, 2))]
+    found = {"ST and Out apart": replace(plan, transition_out=Tile())}
+    for tile in tiles:
+        for cuts in ((), (0.5,), (0.3, 0.6)):
+            name = f"ST and Out in one, BV {tile.block_v}, {tile.num_stages} stages, cuts {list(cuts)}"
+            found[name] = replace(plan, transition_out=tile, cuts=cuts)
+    return {name: variant for name, variant in found.items() if variant != plan}
+
+
 def _time_kernels(shape: Shape, device: torch.device, plan: Plan, measure) -> dict[str, float]:
     launches = Launches(shape, shape.tokens, device, fill=plan)
     times = {name: measure(lambda name=name: launches.by_name[name](getattr(plan, name))) for name in KERNELS}
@@ -202,6 +222,9 @@ def time_all(shape: Shape, say=print) -> None:
     forward = measure(lambda: call.forward(plan), 2.0)
     backward = measure(lambda: call.backward(plan, outputs), 2.0)
     say(f"  forward {forward:.3f} ms, backward {backward:.3f} ms, both {forward + backward:.3f} ms")
+    for name, variant in _forward_variants(plan).items():
+        ms = measure(lambda variant=variant: call.forward(variant), 2.0)
+        say(f"  forward with {name}: {ms:.3f} ms, {verdict(variant)}")
     for name, variant in _variants(plan).items():
         ms = measure(lambda variant=variant: call.backward(variant, outputs), 2.0)
         say(f"  backward with {name}: {ms:.3f} ms, {verdict(variant)}")
