@@ -67,7 +67,7 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
 def _specialized_case(name: str, kernel, block_v: int, num_stages: int, k_dim: int, v_dim: int) -> AotCase:
     values = dict(H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BV=block_v, STAGES=num_stages)
     widths = dict.fromkeys(("k_desc", "q_desc"), k_dim) | dict.fromkeys(("solve_desc", "scores_desc"), CHUNK)
-    num_factors = 8 if "scores_desc" in kernel.arg_names else 4
+    num_factors = 8 if "o_desc" in kernel.arg_names else 4
     signature = {}
     for argument in (n for n in kernel.arg_names if n not in values):
         if argument == "factors_desc":
@@ -79,7 +79,8 @@ def _specialized_case(name: str, kernel, block_v: int, num_stages: int, k_dim: i
             signature[argument] = f"tensordesc<bf16[{shape[0]},{shape[1]}],{layout!r}>"
         else:
             signature[argument] = "*fp32" if argument.endswith("_ptr") else "i32"
-    return AotCase(name, kernel, signature, values, 4, num_stages, archs=(90,))
+    limit = None if "o_desc" in kernel.arg_names else hopper.WALK_REGISTERS
+    return AotCase(name, kernel, signature, values, 4, num_stages, archs=(90,), max_registers=limit)
 
 
 def _merged_gradients_case(k_dim: int, v_dim: int) -> AotCase:

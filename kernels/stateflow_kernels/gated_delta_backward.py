@@ -21,7 +21,6 @@ def out_backward_kernel(
     grad_o_ptr,
     gate_sum_ptr,
     k_norm_ptr,
-    q_norm_ptr,
     factors_ptr,
     grad_v_new_ptr,
     scale,
@@ -64,7 +63,6 @@ def out_backward_kernel(
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     q_norm = inverse_norm(q, eps, NORMALIZE, C)
-    tl.store(q_norm_ptr + chunk * C + ts, q_norm)
     factors = factors_ptr + chunk * (FACTORS * C) + ts
     tl.store(factors + 7 * C, q_norm)
     q_norm *= scale
@@ -139,7 +137,7 @@ def query_backward_kernel(
     key_mask = in_chunk[:, None] & (ks[None, :] < K)
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
-    q_norm = tl.load(q_norm_ptr + chunk * C + ts)
+    q_norm = tl.load(q_norm_ptr + chunk * (FACTORS * C) + ts)
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     from_start = start_decay(gate_sum, start)
 
@@ -362,7 +360,7 @@ def key_backward_kernel(
 
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
-    q_norm = tl.load(q_norm_ptr + chunk * C + ts)
+    q_norm = tl.load(q_norm_ptr + chunk * (FACTORS * C) + ts)
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     from_start = start_decay(gate_sum, start)
     pairs = pair_decay_transposed(gate_sum, start, C)

@@ -31,7 +31,7 @@ from . import hopper, transition
 from .decays import FACTORS as _FACTORS
 
 CHUNK = 64
-FACTORS = _FACTORS.value
+FACTORS, Q_NORM = _FACTORS.value, 7
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -186,15 +186,16 @@ class _Problem:
 
     def transition_backward(
         self, tile: Tile, chunks: range, prepared: _Prepared, q: Tensor, k: Tensor, grad_o: Tensor,
-        grad_state_in: Tensor, tiles: Tensor, grad_states: Tensor, grad_state_out: Tensor,
+        scores: Tensor | None, grad_state_in: Tensor, tiles: Tensor, grad_states: Tensor, grad_state_out: Tensor,
     ) -> None:  # fmt: skip
         """STB: from the gradient of the state after the last of these chunks to that before the first.
 
-        `tiles` hold P^T dO and receive a.
+        `tiles` receive a; without `scores` they hold P^T dO.
         """
         outputs = (grad_state_in, tiles, grad_states, grad_state_out)
-        if hopper.runs(self, tile, prepared.solve, q, k, grad_o):
-            hopper.transition_backward(self, tile, chunks, prepared.solve, prepared.factors, q, k, grad_o, *outputs)
+        if scores is not None:
+            args = (prepared.solve, scores, prepared.factors, q, k, grad_o, *outputs)
+            hopper.transition_backward(self, tile, chunks, *args)
             return
         _, kappa, r, decay, rho, *_ = prepared.factors.unbind(3)
         self.walk(
@@ -367,9 +368,11 @@ def backward(
     problem = _Problem(q, v, doc_start, scale, eps)
     prepared = _Prepared(problem, solve)
     v_new, states = problem.tiles(problem.v_dim), problem.states()
-    # P^T dO, and then a.
+    # STB for Hopper takes P^T dO by itself, of the scores; else OG leaves it where a comes.
+    scores = problem.tiles(CHUNK) if hopper.runs(problem, plan.transition_backward, solve, q, k, grad_o) else None
     grad_solved, grad_states = problem.tiles(problem.v_dim), problem.states()
-    q_norm, grad_gate, unused = problem.tokens(), problem.tokens(), torch.empty_like(state)
+    grad_gate, unused = problem.tokens(), torch.empty_like(state)
+    q_norm = prepared.factors[..., Q_NORM, :]
     grad_system = problem.tiles(CHUNK)
     grad_v, grad_state_in = torch.empty_like(v), torch.empty_like(state)
     grad_g, grad_beta = (torch.empty(g.shape, dtype=torch.float32, device=g.device) for _ in range(2))
@@ -387,15 +390,14 @@ def backward(
             backward_kernels.out_backward_kernel,
             plan.out_backward,
             whole,
-            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_norm, prepared.factors, grad_solved),
+            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, prepared.factors, grad_solved),
             *(problem.scale, problem.eps),
         )
 
     def walk_back(chunks: range) -> None:
         after = grad_state if chunks.stop == problem.num_chunks else grad_state_in
-        problem.transition_backward(
-            plan.transition_backward, chunks, prepared, q, k, grad_o, after, grad_solved, grad_states, grad_state_in
-        )
+        outputs = (grad_solved, grad_states, grad_state_in)
+        problem.transition_backward(plan.transition_backward, chunks, prepared, q, k, grad_o, scores, after, *outputs)
 
     def query_backward(chunks: range) -> None:
         problem.per_chunk(
@@ -432,9 +434,10 @@ def backward(
     def replay() -> None:
         problem.transition(plan.transition, whole, prepared, k, v, state, states, v_new, unused)
 
-    prepared.run(problem, plan.pre, whole, q, k, g, beta)
+    prepared.run(problem, plan.pre, whole, q, k, g, beta, scores)
     replayed = side.run(0, replay)
-    out_backward()
+    if scores is None:
+        out_backward()
     walked = [side.run(1, partial(walk_back, chunks)) for chunks in segments]
     side.wait(replayed)
     merged = hopper.merges_gradients(problem, plan.gradient_chunks, q, k, v, grad_o)

@@ -23,6 +23,8 @@ BLOCKS_V = (16, 32, 64)
 CHUNK = 64
 K_DIMS = (64, 128, 256)
 MERGED_DIMS = (64, 128)
+# Of a thread, at launch: ST and STB then fit a multiprocessor together. Those that compute get what the others leave.
+WALK_REGISTERS = 128
 
 
 def available(device: torch.device) -> bool:
@@ -41,17 +43,17 @@ def _available(device: torch.device) -> bool:
 
 def shared_bytes(backward: bool, k_dim: int, block_v: int, num_stages: int) -> int:
     """What a program takes, up to the barriers: slots for loads, tiles for results, operands on their way."""
-    keys, rows = (2, 2) if backward else (1, 1)
-    stage = 2 * CHUNK * (keys * k_dim + CHUNK + rows * block_v) + 4 * 4 * CHUNK
+    keys, squares = (2, 2) if backward else (1, 1)
+    stage = 2 * CHUNK * (keys * k_dim + squares * CHUNK + block_v) + 4 * 4 * CHUNK
     results = 2 * (k_dim + CHUNK) * block_v * (3 if num_stages % 2 else 2)
-    return num_stages * stage + results + 2 * CHUNK * block_v * (3 if backward else 2)
+    return num_stages * stage + results + 2 * CHUNK * block_v * (2 if backward else 1)
 
 
 def out_shared_bytes(k_dim: int, block_v: int, num_stages: int) -> int:
     """What a program of ST and Out in one takes, up to the barriers."""
     stage = 2 * CHUNK * (2 * k_dim + 2 * CHUNK + block_v) + 4 * 8 * CHUNK
     results = 2 * (k_dim + 2 * CHUNK) * block_v * (3 if num_stages % 2 else 2)
-    return num_stages * stage + results + 2 * CHUNK * block_v * 2
+    return num_stages * stage + results + 2 * CHUNK * block_v
 
 
 def default_out_stages(k_dim: int, block_v: int, shared_memory: int) -> int | None:
@@ -100,7 +102,7 @@ def _tiles(x: Tensor, rows: int, columns: int):
     return TensorDescriptor(x, x.shape, x.stride(), [rows, columns], layout(rows, columns, x.dtype))
 
 
-def _launch(kernel, problem: _Problem, tile: Tile, chunks: range, *args) -> None:
+def _launch(kernel, problem: _Problem, tile: Tile, chunks: range, *args, max_registers: int | None = None) -> None:
     sizes = {name: problem.sizes[name] for name in ("H", "HK", "K", "V", "C")}
     kernel[(problem.heads * (problem.v_dim // tile.block_v),)](
         *args,
@@ -111,6 +113,7 @@ def _launch(kernel, problem: _Problem, tile: Tile, chunks: range, *args) -> None
         BV=tile.block_v,
         STAGES=tile.num_stages,
         num_warps=4,
+        maxnreg=max_registers,
     )
 
 
@@ -153,6 +156,7 @@ def transition(
         _tiles(v_new.view(-1, value), chunk, block),
         _tiles(factors.view(-1, chunk), 4, chunk),
         *(state_in, state_out),
+        max_registers=WALK_REGISTERS,
     )
 
 
@@ -179,10 +183,10 @@ def transition_out(
 
 
 def transition_backward(
-    problem: _Problem, tile: Tile, chunks: range, solve: Tensor, factors: Tensor, q: Tensor, k: Tensor, grad_o: Tensor,
-    grad_state_in: Tensor, tiles: Tensor, grad_states: Tensor, grad_state_out: Tensor,
+    problem: _Problem, tile: Tile, chunks: range, solve: Tensor, scores: Tensor, factors: Tensor, q: Tensor, k: Tensor,
+    grad_o: Tensor, grad_state_in: Tensor, solved: Tensor, grad_states: Tensor, grad_state_out: Tensor,
 ) -> None:  # fmt: skip
-    """STB; as `transition`."""
+    """STB with OG, from what Pre left with the scores P."""
     from . import hopper_transition
 
     chunk, key, value, block = problem.sizes["C"], problem.k_dim, problem.v_dim, tile.block_v
@@ -193,10 +197,12 @@ def transition_backward(
         _tiles(k.view(problem.num_tokens, -1), chunk, key),
         _tiles(solve.view(-1, chunk), chunk, chunk),
         _tiles(grad_o.view(problem.num_tokens, -1), chunk, block),
-        _tiles(tiles.view(-1, value), chunk, block),
+        _tiles(scores.view(-1, chunk), chunk, chunk),
+        _tiles(solved.view(-1, value), chunk, block),
         _tiles(grad_states.view(-1, value), key, block),
         _tiles(factors.view(-1, chunk), 4, chunk),
         *(grad_state_in, grad_state_out),
+        max_registers=WALK_REGISTERS,
     )
 
 

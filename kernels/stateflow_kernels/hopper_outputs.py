@@ -138,8 +138,7 @@ def transition_out_kernel(
     )
     rows = gl.allocate_shared_memory(dtype, [TILES, C, BV], o_desc.layout)
     outputs = gl.allocate_shared_memory(dtype, [TILES, C, BV], o_desc.layout)
-    right = gl.allocate_shared_memory(dtype, [C, BV], o_desc.layout)
-    update = gl.allocate_shared_memory(dtype, [C, BV], o_desc.layout)
+    operand = gl.allocate_shared_memory(dtype, [C, BV], o_desc.layout)
     ready = _barriers(STAGES)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -158,7 +157,7 @@ def transition_out_kernel(
     steps = end_chunk - first_chunk
     gl.warp_specialize(
         [
-            (_walk, (state, state_out_ptr + state_offset, walk_slots, states, rows, right, update, walking, steps)),
+            (_walk, (state, state_out_ptr + state_offset, walk_slots, states, rows, operand, walking, steps)),
             (_read, ((q_slots, scores_slots, factors_slots), states, rows, outputs, reading, steps)),
             (_fetch, (descs, columns, slots, ready, empty, row, first_chunk, end_chunk)),
             (_write, (o_desc, outputs, made, taken, v_column, first_chunk, steps)),

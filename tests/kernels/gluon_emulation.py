@@ -240,7 +240,7 @@ class _Kernel:
         return self.function(*args)
 
     def __getitem__(self, grid):
-        def launch(*args, num_warps: int, **constants) -> None:
+        def launch(*args, num_warps: int, maxnreg: int | None = None, **constants) -> None:
             args = [Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in args]
             for _Kernel.program in range(grid[0]):
                 self.function(*args, **constants)

@@ -63,7 +63,8 @@ class FakeBench:
 
     def time_backward(self, plan):
         assert plan in self.checked
-        whole = sum(self.ms(name, getattr(plan, name)) for name in KERNELS if name not in ("pre", "out", "transition_out"))
+        of_forward = ("pre", "out", "transition_out")
+        whole = sum(self.ms(name, getattr(plan, name)) for name in KERNELS if name not in of_forward)
         return self.timing(whole - self.gains.get((plan.backward_cuts, plan.overlap_backward), 0.0))
 
 

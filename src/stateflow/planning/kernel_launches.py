@@ -98,7 +98,7 @@ class Launches:
         prepared = _Prepared(problem)
         v_new, states = problem.tiles(shape.v_dim), problem.states()
         grad_solved, grad_states = problem.tiles(shape.v_dim), problem.states()
-        q_norm, grad_gate = problem.tokens(), problem.tokens()
+        q_norm, grad_gate = prepared.factors[..., kernels.Q_NORM, :], problem.tokens()
         grad_system = problem.tiles(CHUNK)
         state_out, grad_state_in = torch.empty_like(state), torch.empty_like(state)
         o, grad_v, grad_g, grad_beta = (torch.empty_like(x) for x in (v, v, g, beta))
@@ -110,6 +110,11 @@ class Launches:
 
         def pre(tile: Tile) -> None:
             prepared.run(problem, tile, whole, q, k, g, beta, scores)
+
+        def transition_backward(tile: Tile) -> None:
+            given = scores if hopper.runs(problem, tile, q, k, grad_o) else None
+            outputs = (grad_state, grad_solved, grad_states, grad_state_in)
+            problem.transition_backward(tile, whole, prepared, q, k, grad_o, given, *outputs)
 
         def transition_out(tile: Tile) -> None:
             """ST and Out in one, where that runs; else ST."""
@@ -131,11 +136,9 @@ class Launches:
             "out_backward": partial(
                 per_chunk,
                 gated_delta_backward.out_backward_kernel,
-                (q, k, docs, grad_o, *factors, q_norm, prepared.factors, grad_solved, *numbers),
+                (q, k, docs, grad_o, *factors, prepared.factors, grad_solved, *numbers),
             ),
-            "transition_backward": lambda tile: problem.transition_backward(
-                tile, whole, prepared, q, k, grad_o, grad_state, grad_solved, grad_states, grad_state_in
-            ),
+            "transition_backward": transition_backward,
             "query_backward": partial(
                 per_chunk,
                 gated_delta_backward.query_backward_kernel,
@@ -172,6 +175,10 @@ def _variants(plan: Plan) -> dict[str, Plan]:
     found = {f"gradient_chunks {n}": replace(plan, gradient_chunks=n) for n in (0, 4, 8, 16, 32)}
     for cuts in ((), (0.5,), (0.33, 0.66)):
         found[f"overlap, cuts {list(cuts)}"] = replace(plan, overlap_backward=True, backward_cuts=cuts)
+    pairs = (((32, 4, 2), (32, 4, 2)), ((16, 4, 3), (16, 4, 2)), ((32, 4, 4), (32, 4, 3)), ((16, 4, 4), (16, 4, 3)))
+    for walk, walk_back in pairs:
+        tiles = dict(transition=Tile(*walk, specialized=True), transition_backward=Tile(*walk_back, specialized=True))
+        found[f"overlap, ST {walk}, STB {walk_back}"] = replace(plan, **tiles, overlap_backward=True, backward_cuts=())
     found["no overlap"] = replace(plan, overlap_backward=False, backward_cuts=())
     return {name: variant for name, variant in found.items() if variant != plan}
 
