@@ -40,9 +40,9 @@ READERS = gl.constexpr((1, 2, 3, 2, 2, 1, 2, 2, 3, 3))
 # Rows of the factors, see `gated_delta.pre_kernel`.
 BETA, KAPPA, READ, DECAY, RHO, GATE_SUM, K_NORM, Q_NORM, START = map(gl.constexpr, range(9))
 # What the warpgroups tell the one of the gates, numbers a token.
-FROM_QUERY, FROM_KEY, AT_END, FROM_SYSTEM, FROM_VALUE = map(gl.constexpr, range(5))
-# Barriers of the tiles that they write; PAIRS is M.
-PAIRS, GRAD_Q, GRAD_K, QUERY_SUMS, KEY_SUMS = map(gl.constexpr, range(5))
+FROM_QUERY, FROM_KEY, AT_END, FROM_SYSTEM, FROM_VALUE, SUMS = map(gl.constexpr, range(6))
+# Barriers of the tiles that they write; PAIRS is M. The sums have two places: the gates take them a chunk later.
+PAIRS, GRAD_Q, GRAD_K, QUERY_SUMS, KEY_SUMS = map(gl.constexpr, (0, 1, 2, 3, 5))
 
 
 @gluon.jit
@@ -138,9 +138,9 @@ def _queries(slots, all_factors, pairs, grad_q_tile, sums, barriers, scale, step
         grad_q_tile.store(grad_q.to(dtype))
         fence_async_shared()
         _release(made.index(GRAD_Q))
-        mbarrier.wait(taken.index(QUERY_SUMS), phase ^ 1)
-        sums.index(FROM_QUERY).store(along)
-        _release(made.index(QUERY_SUMS))
+        mbarrier.wait(taken.index(QUERY_SUMS + (i & 1)), (i >> 1 & 1) ^ 1)
+        sums.index(FROM_QUERY + SUMS * (i & 1)).store(along)
+        _release(made.index(QUERY_SUMS + (i & 1)))
 
 
 @gluon.jit
@@ -213,11 +213,53 @@ def _keys(slots, all_factors, pairs, system, grad_k_tile, sums, barriers, steps,
         grad_k_tile.store(grad_k.to(dtype))
         fence_async_shared()
         _release(made.index(GRAD_K))
-        mbarrier.wait(taken.index(KEY_SUMS), phase ^ 1)
-        sums.index(FROM_KEY).store(2 * below_dots - along)
-        sums.index(AT_END).store(end_dots)
-        sums.index(FROM_SYSTEM).store(system_dots - read_dots * from_start)
-        _release(made.index(KEY_SUMS))
+        mbarrier.wait(taken.index(KEY_SUMS + (i & 1)), (i >> 1 & 1) ^ 1)
+        place = SUMS * (i & 1)
+        sums.index(FROM_KEY + place).store(2 * below_dots - along)
+        sums.index(AT_END + place).store(end_dots)
+        sums.index(FROM_SYSTEM + place).store(system_dots - read_dots * from_start)
+        _release(made.index(KEY_SUMS + (i & 1)))
+
+
+@gluon.jit
+def _gates(
+    i, all_factors, sums, all_state_dots, barriers, grad_g_ptr, grad_beta_ptr, first, num_tokens, H: gl.constexpr
+):
+    """dg and dbeta of the i-th chunk."""
+    _, empty, made, taken = barriers
+    C: gl.constexpr = sums.shape[1]
+    K: gl.constexpr = all_state_dots.shape[1]
+    square: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    of_row: gl.constexpr = gl.SliceLayout(1, square)
+    of_column: gl.constexpr = gl.SliceLayout(0, square)
+    place = i & 1
+    phase = i >> 1 & 1
+    factors = all_factors.index(place)
+    this = SUMS * place
+    state_dots = all_state_dots.index(place)
+    tokens_in = gl.arange(0, C, layout=of_column)
+    later = gl.expand_dims(gl.arange(0, C, layout=of_row), 1) >= gl.expand_dims(tokens_in, 0)
+    mbarrier.wait(made.index(QUERY_SUMS + place), phase)
+    mbarrier.wait(made.index(KEY_SUMS + place), phase)
+    grad_sum = sums.index(FROM_QUERY + this).load(of_row) + sums.index(FROM_KEY + this).load(of_row)
+    at_end = state_dots.slice(0, C).load(of_row)
+    for row in gl.static_range(C, K, C):
+        at_end = at_end + state_dots.slice(row, C).load(of_row)
+    at_end = at_end * _numbers(factors, DECAY, of_row, 0, C) + sums.index(AT_END + this).load(of_row)
+    # Each gate is in the sums of its document's later tokens, and decays to the end what is before it.
+    column = gl.expand_dims(tokens_in, 0).to(gl.float32)
+    grad = gl.where(later & (column > _row(factors, START, square)), gl.expand_dims(grad_sum, 1), 0.0)
+    last = _numbers(factors, START, of_column, C - 1, 1)
+    grad = grad + gl.where(column > gl.expand_dims(last, 0), gl.expand_dims(at_end, 1), 0.0)
+    grad_g = gl.sum(grad, axis=0)
+    grad_beta = sums.index(FROM_VALUE + this).load(of_column) + sums.index(FROM_SYSTEM + this).load(of_column)
+    _release(empty.index(NUMBERS + place))
+    mbarrier.arrive(taken.index(QUERY_SUMS + place))
+    mbarrier.arrive(taken.index(KEY_SUMS + place))
+    token = (first + i) * C
+    where = token.to(gl.int64) * H + tokens_in * H
+    gl.store(grad_g_ptr + where, grad_g, mask=tokens_in < num_tokens - token)
+    gl.store(grad_beta_ptr + where, grad_beta, mask=tokens_in < num_tokens - token)
 
 
 @gluon.jit
@@ -225,24 +267,26 @@ def _values(
     slots, all_factors, sums, state_dots, barriers, grad_v_ptr, grad_g_ptr, grad_beta_ptr, first, steps, num_tokens,
     H: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """dv, and from what the others leave dg and dbeta, of each chunk. The pointers are at this head's first number."""
+    """dv of each chunk, and then the gates of the chunk before: the tiles must not wait for what those wait for.
+
+    The pointers are at this head's first number.
+    """
     _, solved, state, _, grad_state, v, k, _ = slots
-    full, empty, made, taken = barriers
+    full, empty, _, _ = barriers
     dtype: gl.constexpr = k.dtype
     C: gl.constexpr = k.shape[0]
     K: gl.constexpr = k.shape[1]
     PIECE: gl.constexpr = 32  # rows at a time, for the registers
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
-    square: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     piece_rows: gl.constexpr = gl.SliceLayout(1, tile)
     ts = gl.arange(0, PIECE, layout=piece_rows)
     vs = gl.arange(0, V, layout=gl.SliceLayout(0, tile))
     offset = gl.expand_dims(ts, 1) * (H * V) + gl.expand_dims(vs, 0)
-    tokens_in = gl.arange(0, C, layout=gl.SliceLayout(0, square))
-    later = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, square)), 1) >= gl.expand_dims(tokens_in, 0)
     for i in range(0, steps):
         phase = i & 1
         factors = all_factors.index(i & 1)
+        dots = state_dots.index(i & 1)
+        value_sums = sums.index(FROM_VALUE + SUMS * (i & 1))
         token = (first + i) * C
         mbarrier.wait(full.index(NUMBERS + (i & 1)), i >> 1 & 1)
         mbarrier.wait(full.index(SOLVED), phase)
@@ -250,7 +294,7 @@ def _values(
         for row in gl.static_range(0, C, PIECE):
             a = solved.slice(row, PIECE).load(tile).to(gl.float32)
             x = v.slice(row, PIECE).load(tile).to(gl.float32)
-            sums.index(FROM_VALUE).slice(row, PIECE).store(gl.sum(a * x, axis=1))
+            value_sums.slice(row, PIECE).store(gl.sum(a * x, axis=1))
             grad_v = a * gl.expand_dims(_numbers(factors, BETA, piece_rows, row, PIECE), 1)
             start = (token + row).to(gl.int64) * (H * V)
             inside = gl.expand_dims(ts < num_tokens - token - row, 1)
@@ -262,33 +306,12 @@ def _values(
         for row in gl.static_range(0, K, PIECE):
             before = state.slice(row, PIECE).load(tile).to(gl.float32)
             grad_after = grad_state.slice(row, PIECE).load(tile).to(gl.float32)
-            state_dots.slice(row, PIECE).store(gl.sum(before * grad_after, axis=1))
+            dots.slice(row, PIECE).store(gl.sum(before * grad_after, axis=1))
         _release(empty.index(STATE))
         mbarrier.arrive(empty.index(GRAD_STATE))
-
-        mbarrier.wait(made.index(QUERY_SUMS), phase)
-        mbarrier.wait(made.index(KEY_SUMS), phase)
-        of_row: gl.constexpr = gl.SliceLayout(1, square)
-        grad_sum = sums.index(FROM_QUERY).load(of_row) + sums.index(FROM_KEY).load(of_row)
-        at_end = state_dots.slice(0, C).load(of_row)
-        for row in gl.static_range(C, K, C):
-            at_end = at_end + state_dots.slice(row, C).load(of_row)
-        at_end = at_end * _numbers(factors, DECAY, of_row, 0, C) + sums.index(AT_END).load(of_row)
-        # Each gate is in the sums of its document's later tokens, and decays to the end what is before it.
-        starts = _row(factors, START, square)
-        column = gl.expand_dims(tokens_in, 0).to(gl.float32)
-        grad = gl.where(later & (column > starts), gl.expand_dims(grad_sum, 1), 0.0)
-        last = _numbers(factors, START, gl.SliceLayout(0, square), C - 1, 1)
-        grad = grad + gl.where(column > gl.expand_dims(last, 0), gl.expand_dims(at_end, 1), 0.0)
-        grad_g = gl.sum(grad, axis=0)
-        of_column: gl.constexpr = gl.SliceLayout(0, square)
-        grad_beta = sums.index(FROM_VALUE).load(of_column) + sums.index(FROM_SYSTEM).load(of_column)
-        _release(empty.index(NUMBERS + (i & 1)))
-        mbarrier.arrive(taken.index(QUERY_SUMS))
-        mbarrier.arrive(taken.index(KEY_SUMS))
-        where = token.to(gl.int64) * H + tokens_in * H
-        gl.store(grad_g_ptr + where, grad_g, mask=tokens_in < num_tokens - token)
-        gl.store(grad_beta_ptr + where, grad_beta, mask=tokens_in < num_tokens - token)
+        if i > 0:
+            _gates(i - 1, all_factors, sums, state_dots, barriers, grad_g_ptr, grad_beta_ptr, first, num_tokens, H)
+    _gates(steps - 1, all_factors, sums, state_dots, barriers, grad_g_ptr, grad_beta_ptr, first, num_tokens, H)
 
 
 @gluon.jit
@@ -389,17 +412,17 @@ def gradients_kernel(
     grad_q_tile = gl.allocate_shared_memory(dtype, [C, K], grad_q_desc.layout)
     grad_k_tile = gl.allocate_shared_memory(dtype, [C, K], grad_k_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    sums = gl.allocate_shared_memory(gl.float32, [5, C], plain)
-    state_dots = gl.allocate_shared_memory(gl.float32, [K], plain)
+    sums = gl.allocate_shared_memory(gl.float32, [2 * SUMS, C], plain)
+    state_dots = gl.allocate_shared_memory(gl.float32, [2, K], plain)
 
     full = gl.allocate_shared_memory(gl.int64, [10, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [10, 1], mbarrier.MBarrierLayout())
-    made = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(10):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS[i])
-    for i in gl.static_range(5):
+    for i in gl.static_range(7):
         mbarrier.init(made.index(i), count=1)
         mbarrier.init(taken.index(i), count=2 if i == 0 else 1)  # PAIRS is read twice
     fence_async_shared()

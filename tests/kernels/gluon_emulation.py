@@ -67,7 +67,7 @@ def _operator(function, swapped: bool):
     return apply
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "lt", "le", "gt", "ge", "eq"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "rshift", "lt", "le", "gt", "ge", "eq"):
     _function = getattr(operator, _name)
     setattr(Registers, f"__{_name.strip('_')}__", _operator(_function, swapped=False))
     if _name in ("add", "sub", "mul", "floordiv", "mod", "and_"):
