@@ -160,6 +160,24 @@ def test_walk_and_outputs_in_one_have_the_bits_of_two(sizes, with_docs, monkeypa
                 assert_same_bits(gated_delta_rule(*inputs, docs, **TRITON), expected)
 
 
+@pytest.mark.parametrize("with_docs", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 64)], ids=str)
+def test_specialised_walks_have_the_bits_of_tritons(sizes, with_docs, monkeypatch):
+    torch.manual_seed(0)
+    inputs = make(1, 1000, 3, 2, *sizes)
+    if not hopper.available(inputs[0].device):
+        pytest.skip("not this GPU, or not this Triton")
+    docs = documents(1, 1000, rate=0.005) if with_docs else None
+    walks = ("transition", "transition_out", "transition_backward")
+    use_default_with(monkeypatch, **dict.fromkeys(walks, Tile(32, 4, 2)), gradient_chunks=0)
+    expected = run(inputs, docs, **TRITON)
+    for block_v, overlap in itertools.product((16, 32), ({}, OVERLAP)):
+        tiles = dict.fromkeys(walks, Tile(block_v, 4, 2, specialized=True))
+        use_default_with(monkeypatch, **tiles, gradient_chunks=0, **overlap)
+        for _ in range(10):
+            assert_same_bits(run(inputs, docs, **TRITON), expected)
+
+
 def test_a_batch_is_its_sequences():
     torch.manual_seed(0)
     inputs = make(3, 200, 1, 2, 64, 64)

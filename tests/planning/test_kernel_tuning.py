@@ -76,6 +76,28 @@ def search(bench, tmp_path, shapes=(SHAPE,), seconds=1e9):
     return entries, lines
 
 
+def test_kernels_in_one_and_walks_at_once(tmp_path):
+    class Bench(FakeBench):
+        def time_forward(self, plan):
+            gain = (plan.transition_out == in_one) + 0.2 * (plan.cuts == CUTS[1])
+            return self.timing(3.0 - gain)
+
+        def time_backward(self, plan):
+            gain = 0.5 * ((plan.transition, plan.transition_backward) == walks and plan.overlap_backward)
+            return self.timing(3.0 - gain - 0.3 * (plan.gradient_chunks == 16))
+
+    in_one = Tile(16, 4, 3, specialized=True)
+    walks = (Tile(32, 4, 2, specialized=True),) * 2
+    bench = Bench()
+    default = Plan(transition_out=Tile(32, 4, 3, specialized=True), gradient_chunks=8)
+    (entry,) = tune(
+        (SHAPE,), lambda _: bench, lambda _: default, HERE, tmp_path / "t.json", 1e9, lambda _: None, bench.clock
+    )
+    plan = entry.plan
+    assert (plan.transition_out, plan.cuts, plan.gradient_chunks) == (in_one, CUTS[1], 16)
+    assert (plan.transition, plan.transition_backward) == walks and plan.overlap_backward
+
+
 def test_the_fastest_tile_of_each_kernel_and_what_overlaps(tmp_path):
     best = {"transition": Tile(16, 4, 3), "key_backward": Tile(32, 4, 3)}
     gains = {CUTS[1]: 0.4, CUTS[0]: 0.2, ((0.33,), True): 0.5, ((), True): 0.3}

@@ -45,6 +45,8 @@ CUTS = ((0.5,), (0.33, 0.66), (0.25, 0.6))
 BACKWARDS = tuple(dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,), (0.33,), (0.33, 0.66)))
 # Chunks a program, where the gradients come from one kernel.
 GRADIENTS = tuple(dict(gradient_chunks=chunks) for chunks in (4, 16, 32, 0))
+# ST and STB that fit one multiprocessor together, columns and stages of each; ST is then the backward's only.
+TOGETHER = (((32, 2), (32, 2)), ((16, 3), (16, 2)))
 BESIDE = 3  # so many of the fastest tiles of a walk are also tried beside other kernels
 
 
@@ -215,6 +217,14 @@ class Search:
         # ST of the backward's replay has the forward's tile.
         backward = [options | {walk_back: tile} for options in family.backwards for tile in fastest[walk_back][:BESIDE]]
         plan = self._options("backward", plan, backward, self.bench.time_backward)
+        if family.walk_out is not None and getattr(plan, family.walk_out).specialized:
+            pairs = [
+                {name: Tile(v, 4, n, specialized=True) for name, (v, n) in zip(family.walks, pair, strict=True)}
+                for pair in TOGETHER
+            ]
+            beside = [dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,))]
+            together = [pair | options for pair in pairs for options in beside]
+            plan = self._options("backward, both walks at once", plan, together, self.bench.time_backward)
         if getattr(self.default, "gradient_chunks", 0):
             plan = self._options("backward, gradients", plan, GRADIENTS, self.bench.time_backward)
         return plan
