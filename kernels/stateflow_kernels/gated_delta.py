@@ -134,12 +134,6 @@ def pre_kernel(
     tl.store(factors + 5 * C, gate_sum.to(tl.float32))
     tl.store(factors + 6 * C, k_norm)
     tl.store(factors + 8 * C, start.to(tl.float32))
-    if SOLVE:
-        products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
-        system = products * pairs * (beta * k_norm)[:, None] * k_norm[None, :]
-        system = tl.where(ts[:, None] > ts[None, :], system, 0.0)
-        solve = _unit_triangular_inverse(system, C, SOLVE_PRECISION)
-        tl.store(solve_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]), rounded(solve, DTYPE))
     if SCORES:
         q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
         q_norm = inverse_norm(q, eps, NORMALIZE, C)
@@ -149,6 +143,12 @@ def pre_kernel(
         scores = dot(q, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
         scores = scores * pairs * q_norm[:, None] * k_norm[None, :]
         tl.store(scores_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]), rounded(scores, DTYPE))
+    if SOLVE:
+        products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
+        system = products * pairs * (beta * k_norm)[:, None] * k_norm[None, :]
+        system = tl.where(ts[:, None] > ts[None, :], system, 0.0)
+        solve = _unit_triangular_inverse(system, C, SOLVE_PRECISION)
+        tl.store(solve_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]), rounded(solve, DTYPE))
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
