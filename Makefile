@@ -4,28 +4,33 @@ VENV ?= .venv
 # The first interpreter that runs and is new enough. (A pyenv shim may exist and still not run.)
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+# Processes that run tests; each may take 2 GB. Pools of processes and what is built once stay in one of them.
+WORKERS ?= $(shell python3 -c 'import os; print(min(8, len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
 ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST = $(BIN)/python -m pytest -m "not gpu" $(ARGS)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo quick test test-all lint clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo '  Settings: VENV=.venv  PYTHON=python3.12  ARGS="-k checker" (more arguments for pytest or the demo)'
+	@echo '  Settings: VENV=.venv  PYTHON=python3.12  WORKERS=2  ARGS="-k checker" (more arguments for pytest or the demo)'
 
 demo: $(STAMP) ## train a small model on this machine's CPU, two processes, a few minutes
 	@rm -rf outputs/demo
 	@CUDA_VISIBLE_DEVICES= $(BIN)/stateflow train titan_configs/demo.toml $(ARGS)
 
+quick: $(STAMP) ## the tests that start no processes and compile nothing, without those of the kernels
+	@$(PYTEST) -m "not gpu and not processes and not slow" --ignore=tests/kernels $(ARGS)
+
 test: $(STAMP) ## run the tests that need no GPU
-	@$(PYTEST)
+	@$(PYTEST) -m "not gpu" $(ARGS)
 
 test-all: $(STAMP) ## the same with ten times the random examples
-	@HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600
+	@HYPOTHESIS_PROFILE=nightly $(PYTEST) -m "not gpu" --timeout 3600 $(ARGS)
 
 lint: $(STAMP) ## check style with ruff
 	@$(BIN)/ruff check .

@@ -4,6 +4,7 @@ HYPOTHESIS_PROFILE=ci       (default) the same examples each run, so that a red 
 HYPOTHESIS_PROFILE=nightly  ten times the examples, drawn afresh where a test does not fix them
 """
 
+import gc
 import os
 
 import pytest
@@ -47,10 +48,36 @@ def _multiply_explicit_examples(item: pytest.Item) -> None:
     function._sf_nightly = True
 
 
+# Fixtures that cost much to make. Under xdist the tests that use one run in the same worker, so that it is made once;
+# pools of processes would also take the machine from each other.
+SHARED = {"titan": "titan", "four": "titan", "eight": "titan", "workers": "workers"}
+SHARED_IN_A_FILE = ("reports", "short_runs")
+
+
+def _group(item: pytest.Item) -> str | None:
+    for name in item.fixturenames:
+        if name in SHARED or name in SHARED_IN_A_FILE:
+            return SHARED.get(name, item.path.stem)
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist's own hook reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     no_gpu = None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if no_gpu is not None and item.get_closest_marker("gpu"):
             item.add_marker(no_gpu)
+        if (group := _group(item)) is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
         if PROFILE == "nightly":
             _multiply_explicit_examples(item)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # What the imports made stays: collections, which torch's compiler and the Trainer ask for, need not look at it.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # libraries complain of what is never let go

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stateflow import cli
 from stateflow.cli import main, parse_config, world_size
 from stateflow.model import LanguageModel
 
@@ -118,6 +119,17 @@ def test_the_loss_is_logged_where_the_last_stage_is():
     assert rank("--parallelism.pipeline_parallel_degree=1") == 0
 
 
+def test_what_hidden_ranks_report_is_shown_at_the_end(monkeypatch, capsys):
+    def run(command, env):
+        for rank in range(3):
+            (Path(env[cli.REPORTS]) / f"rank_{rank}.txt").write_text(f"report of {rank}\n")
+        return 7
+
+    monkeypatch.setattr(cli, "run_to_its_end", run)
+    assert cli.torchrun(3, "torchtitan.train", [], log_rank=1) == 7
+    assert capsys.readouterr().err == "report of 0\nreport of 2\n"
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("plant", [None, "drop-state-grad"])
 def test_verify_exits_by_its_verdict(plant, tmp_path):
@@ -127,7 +139,7 @@ def test_verify_exits_by_its_verdict(plant, tmp_path):
         "--model.flavor=tiny", "--training.seq_len=64", "--validation.seq_len=64",
         *(["--plant", plant] if plant else []),
     ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert result.returncode == (1 if plant else 0), result.stdout + result.stderr
     assert ("FAILED" if plant else "OK: largest relative difference") in result.stdout
     assert json.loads(figures.read_text())["passed"] is (plant is None)

@@ -17,7 +17,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 120.0
+from stateflow.launch import end_with_parent
+
+TIMEOUT = 600.0  # a hang is the only thing that it should ever end: machines are busy at times
 
 
 class WorkerError(RuntimeError):
@@ -25,6 +27,7 @@ class WorkerError(RuntimeError):
 
 
 def _serve(rank: int, world_size: int, store: str | None, pipe) -> None:
+    end_with_parent()  # also when that is killed
     torch.set_num_threads(1)
     groups: dict = dict.fromkeys(range(1, world_size + 1))
     if store is not None:

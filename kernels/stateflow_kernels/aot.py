@@ -5,8 +5,9 @@
 Compiles every case of the named modules of this package (without names: of all that have an `aot_cases`) for each of
 `TARGETS` and prints one line of JSON a case: `module`, `case`, `arch`, `triton`, `num_warps`, `num_stages`,
 `registers` of a thread, `spill_bytes` (the stack frame of a thread; nothing but spilled registers lives there),
-`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten` (see there), and `failed`
-with the compiler's words instead of the last five where it does not compile. Exit status 1 if any case failed.
+`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten` and `undefined` (faults of
+compilers, see the functions), and `failed` with the compiler's words instead of the last six where it does not compile.
+Exit status 1 if any case failed.
 """
 
 import importlib
@@ -19,13 +20,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import stateflow_kernels
+
+from .assembler import bundled, undefined
 
 TARGETS = (80, 90)
 
@@ -39,9 +41,8 @@ class AotCase:
         kernel: the `triton.jit` function.
         signature: the type of every argument that is no constexpr: "*bf16", "*fp32", "*i64", "i32", "fp32".
         constexprs: the value of every other argument; None for a pointer that is not given.
-        num_warps, num_stages: launch options.
+        num_warps, num_stages, maxnreg: launch options; the last one is the most registers a thread may have.
         archs: what it is written for.
-        max_registers: launch option, None: the compiler's choice.
     """
 
     name: str
@@ -50,8 +51,8 @@ class AotCase:
     constexprs: dict[str, object]
     num_warps: int = 4
     num_stages: int = 3
+    maxnreg: int | None = None
     archs: tuple[int, ...] = TARGETS
-    max_registers: int | None = None
 
 
 def compile_case(case: AotCase, arch: int):
@@ -66,19 +67,21 @@ def compile_case(case: AotCase, arch: int):
     if case.kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as source_type
     source = source_type(case.kernel, signature, constexprs=dict(case.constexprs), attrs=aligned)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.maxnreg}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _dump(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [bundled("cuobjdump"), what, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and its bytes of stack frame and local memory."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
+    text = _dump(cubin, "--dump-resource-usage")
     used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return used["REG"], used["STACK"] + used["LOCAL"]
 
@@ -122,6 +125,7 @@ def report(case: AotCase, arch: int) -> dict[str, object]:
         "shared_bytes": compiled.metadata.shared,
         "wgmma": "wgmma" in compiled.asm["ptx"],
         "overwritten": overwritten(compiled.asm["ttgir"]),
+        "undefined": undefined(_dump(compiled.asm["cubin"], "--dump-sass")),
     }
 
 

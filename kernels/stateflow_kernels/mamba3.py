@@ -6,35 +6,42 @@ taken for all chunks at once, and the walk through the chunks is left with a mul
     Shared   1 / rms of B and C, pi tanh(angle)                                 (a chunk)
     Gates    dt, g, s, sums of A dt, Gam, d_1, and the chunk's turn             (a chunk and head)
     Theta    theta' = (theta + turn) mod 2 pi                                   (a head, in order)
-    Local    A = V^T (e kh), k and v of the last token                          (a chunk and head)
-    Scan     S~ = S + d_1 v_0 k_0^T, S' = Gam S~ + A                            (some columns of a head, in order)
+    Local    q and k, A = V^T (e kh), k and v of the last token                 (a chunk and head)
+    Scan     S~ = S + d_1 v_0 k_0^T, S' = Gam S~ + A                            (some rows of a head's S, in order)
     Out      Y = gam (Q S~) + (Q kh^T . L) V + (g <q, k> + D) V, y = Y silu(z)  (a chunk and head)
 
 S is P x N here. Layouts, all contiguous, NC chunks of C tokens, the last one padded:
 
     tokens        [B, H, NC, C] float32; in the padding dt, g and s are 0
+    theta         [B, H, NC, R] float32: the angle that comes into each chunk
     gate_sum      as tokens; float64 for float32 inputs, so that differences of sums keep their digits
+    k_rows        [B, H, NC, C, N] in DTYPE, q_rows as it: k and q as the products take them
     states        [B, H, NC, P, N] in DTYPE: A, then S~ in its place
     k_bound       [B, H, NC + 1, N] float32, v_bound [.., P]: k and v of the token before each chunk and after the last
-    theta         [B, H, NC, R] float32: the angle that comes into each chunk
+
+Where N is last, turned columns come apart, see `mamba3_tiles`; only what comes in and goes out has them as in B and C.
 """
 
 import triton
 import triton.language as tl
 
-from .decays import document_starts, pair_decay, start_decay
+from .decays import document_starts, start_decay
 from .mamba3_tiles import (
+    earlier_decay,
     element,
     end_decay,
+    load_group,
     load_speed,
-    other_columns,
     revolutions_off,
     rotation,
     sigmoid,
     softplus,
-    turned_columns,
+    store_group,
+    store_groups,
+    true_columns,
+    turned_rows,
 )
-from .primitives import dot, rounded
+from .primitives import diagonal, dot, rounded
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk", "end_chunk"]
 
@@ -141,9 +148,12 @@ def gates_kernel(
         g = g.to(tl.float64)
     else:
         g = tl.maximum(g, -100.0)
-    # A token's own gate counts from its document's second token on.
-    summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
-    gate_sum = tl.sum(tl.where(summed, g[None, :], 0.0), axis=1)
+    if HAS_DOCS:
+        # A token's own gate counts from its document's second token on.
+        summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
+        gate_sum = tl.sum(tl.where(summed, g[None, :], 0.0), axis=1)
+    else:
+        gate_sum = tl.cumsum(g, axis=0)
     tl.store(dt_ptr + chunk * C + ts, dt)
     tl.store(own_ptr + chunk * C + ts, own)
     tl.store(scale_ptr + chunk * C + ts, own + before_next)
@@ -211,17 +221,23 @@ def theta_kernel(
 def local_kernel(
     x_ptr,
     B_ptr,
+    C_ptr,
     B_norm_ptr,
+    C_norm_ptr,
     B_bias_ptr,
+    C_bias_ptr,
     doc_start_ptr,
     k_last_ptr,
     v_last_ptr,
     B_factor_ptr,
+    C_factor_ptr,
     speed_ptr,
     dt_ptr,
     scale_ptr,
     gate_sum_ptr,
     theta_ptr,
+    k_rows_ptr,
+    q_rows_ptr,
     states_ptr,
     k_bound_ptr,
     v_bound_ptr,
@@ -234,6 +250,7 @@ def local_kernel(
     P: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
+    BN: tl.constexpr,
     BR: tl.constexpr,
     BX: tl.constexpr,
     BV: tl.constexpr,
@@ -259,39 +276,31 @@ def local_kernel(
     scale = tl.load(scale_ptr + chunk * C + ts)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
     cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
-    k_turned = turned_columns(
-        B_ptr + token * N,
-        B_factor_ptr + token,
-        B_norm_ptr,
-        B_bias_ptr + (head % H) * N,
-        in_chunk,
-        cos,
-        sin,
-        N,
-        R,
-        C,
-        BR,
-    )
-    k_rest = other_columns(
-        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
-    )
+    # The padding's rows are stored, too: whatever they are, no product gets anything of them.
+    first, second, rest = turned_rows(
+        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, cos, sin,
+        N, R, C, BR, BX,
+    )  # fmt: skip
+    store_groups(q_rows_ptr + chunk * (C * N), ts, first, second, rest, N, R, BR, BX, C, True)
+    first, second, rest = turned_rows(
+        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, cos, sin,
+        N, R, C, BR, BX,
+    )  # fmt: skip
+    store_groups(k_rows_ptr + chunk * (C * N), ts, first, second, rest, N, R, BR, BX, C, True)
 
-    turned = tl.arange(0, 2 * BR)
-    rest = 2 * R + tl.arange(0, BX)
+    # Row 0 of a matrix of one row: only the last token's is stored.
     bound = head * (num_chunks + 1) + n
-    is_last = (ts == last)[:, None]
-    k_next = k_bound_ptr + (bound + 1) * N
-    tl.store(k_next + turned, tl.sum(tl.where(is_last, k_turned, 0.0), axis=0), mask=turned < 2 * R)
-    tl.store(k_next + rest, tl.sum(tl.where(is_last, k_rest, 0.0), axis=0), mask=rest < N)
+    rows = tl.where(ts == last, 0, 1)
+    store_groups(k_bound_ptr + (bound + 1) * N, rows, first, second, rest, N, R, BR, BX, 1, False)
+    ns = tl.arange(0, BN)
     if n == 0:
-        k_first = k_bound_ptr + bound * N
-        k_last = k_last_ptr + head * N
-        tl.store(k_first + turned, tl.load(k_last + turned, mask=turned < 2 * R), mask=turned < 2 * R)
-        tl.store(k_first + rest, tl.load(k_last + rest, mask=rest < N), mask=rest < N)
+        k_last = tl.load(k_last_ptr + head * N + true_columns(ns, R), mask=ns < N)
+        tl.store(k_bound_ptr + bound * N + ns, k_last, mask=ns < N)
 
-    factor = (scale * end_decay(gate_sum, start, C))[:, None]
-    k_turned = rounded(k_turned * factor, DTYPE)
-    k_rest = rounded(k_rest * factor, DTYPE)
+    factor = (scale * end_decay(gate_sum, gate_sum_ptr + chunk * C, start, C, HAS_DOCS))[:, None]
+    first = rounded(first * factor, DTYPE)
+    second = rounded(second * factor, DTYPE)
+    rest = rounded(rest * factor, DTYPE)
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         vs = v_block + tl.arange(0, BV)
         v_mask = vs < P
@@ -300,15 +309,15 @@ def local_kernel(
             mask=in_chunk[:, None] & v_mask[None, :],
             other=0.0,
         )
-        added_turned = dot(tl.trans(v), k_turned, tl.zeros([BV, 2 * BR], tl.float32), DTYPE, PRECISION)
-        added_rest = dot(tl.trans(v), k_rest, tl.zeros([BV, BX], tl.float32), DTYPE, PRECISION)
-        row = states_ptr + chunk * (P * N) + vs[:, None] * N
-        tl.store(row + turned[None, :], rounded(added_turned, DTYPE), mask=v_mask[:, None] & (turned < 2 * R)[None, :])
-        tl.store(row + rest[None, :], rounded(added_rest, DTYPE), mask=v_mask[:, None] & (rest < N)[None, :])
-        v_end = tl.sum(tl.where(is_last, v.to(tl.float32), 0.0), axis=0)
-        tl.store(v_bound_ptr + (bound + 1) * P + vs, v_end, mask=v_mask)
+        v_next = v_bound_ptr + (bound + 1) * P + tl.zeros([C, 1], tl.int32)
+        tl.store(v_next + vs[None, :], v.to(tl.float32), mask=(ts == last)[:, None] & v_mask[None, :])
         if n == 0:
             tl.store(v_bound_ptr + bound * P + vs, tl.load(v_last_ptr + head * P + vs, mask=v_mask), mask=v_mask)
+        added_first = dot(tl.trans(v), first, tl.zeros([BV, BR], tl.float32), DTYPE, PRECISION)
+        added_second = dot(tl.trans(v), second, tl.zeros([BV, BR], tl.float32), DTYPE, PRECISION)
+        added_rest = dot(tl.trans(v), rest, tl.zeros([BV, BX], tl.float32), DTYPE, PRECISION)
+        row = states_ptr + chunk * (P * N)
+        store_groups(row, vs, added_first, added_second, added_rest, N, R, BR, BX, P, P % BV == 0)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -320,63 +329,60 @@ def scan_kernel(
     state_in_ptr,
     states_ptr,
     state_out_ptr,
+    k_out_ptr,
     num_tokens,
     num_chunks,
     first_chunk,
     end_chunk,
     N: tl.constexpr,
     P: tl.constexpr,
-    BP: tl.constexpr,
+    R: tl.constexpr,
+    BN: tl.constexpr,
     BV: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Scan of BV columns of N of one head over first_chunk .. end_chunk - 1. state [B, H, N, P] float32."""
-    NB: tl.constexpr = (N + BV - 1) // BV
+    """Scan of BV rows of one head's state over first_chunk .. end_chunk - 1. `state_in`, `_out` [B, H, N, P] float32.
+
+    `k_out` [B, H, N]: k of the last token, with its columns in their true places.
+    """
+    NB: tl.constexpr = (P + BV - 1) // BV
+    EXACT: tl.constexpr = P % BV == 0
     pid = tl.program_id(0)
     head = (pid // NB).to(tl.int64)
-    ns = (pid % NB) * BV + tl.arange(0, BV)
-    ps = tl.arange(0, BP)
+    ps = (pid % NB) * BV + tl.arange(0, BV)
+    ns = tl.arange(0, BN)
     mask = (ps < P)[:, None] & (ns < N)[None, :]
-    outside = head * (N * P) + ns[None, :] * P + ps[:, None]
-    offset = ps[:, None] * N + ns[None, :]
+    outside = head * (N * P) + true_columns(ns, R)[None, :] * P + ps[:, None]
     state = tl.load(state_in_ptr + outside, mask=mask, other=0.0)
     # Numbers as vectors, whose loads are pipelined.
-    zeros_p = tl.zeros([BP], tl.int32)
-    zeros_n = tl.zeros([BV], tl.int32)
+    zeros = tl.zeros([BV], tl.int32)
     for n in tl.range(first_chunk, end_chunk, num_stages=STAGES):
         chunk = head * num_chunks + n
         bound = head * (num_chunks + 1) + n
-        added = tl.load(states_ptr + chunk * (P * N) + offset, mask=mask, other=0.0).to(tl.float32)
+        added = load_group(states_ptr + chunk * (P * N), ps, 0, N, BN, N, P, EXACT).to(tl.float32)
         k = tl.load(k_bound_ptr + bound * N + ns, mask=ns < N, other=0.0)
         v = tl.load(v_bound_ptr + bound * P + ps, mask=ps < P, other=0.0)
-        v *= tl.load(before_ptr + chunk + zeros_p)
-        decay = tl.load(decay_ptr + chunk + zeros_n)
+        v *= tl.load(before_ptr + chunk + zeros)
+        decay = tl.load(decay_ptr + chunk + zeros)
         state += v[:, None] * k[None, :]
-        tl.store(states_ptr + chunk * (P * N) + offset, rounded(state, states_ptr.dtype.element_ty), mask=mask)
-        state = state * decay[None, :] + added
+        store_group(states_ptr + chunk * (P * N), ps, state, 0, N, BN, N, P, EXACT)
+        state = state * decay[:, None] + added
     tl.store(state_out_ptr + outside, state, mask=mask)
+    k = tl.load(k_bound_ptr + (head * (num_chunks + 1) + end_chunk) * N + ns, mask=ns < N, other=0.0)
+    tl.store(k_out_ptr + head * N + true_columns(ns, R), k, mask=ns < N)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def out_kernel(
     x_ptr,
     z_ptr,
-    B_ptr,
-    C_ptr,
-    B_norm_ptr,
-    C_norm_ptr,
-    B_bias_ptr,
-    C_bias_ptr,
     D_ptr,
     doc_start_ptr,
-    B_factor_ptr,
-    C_factor_ptr,
-    speed_ptr,
-    dt_ptr,
     own_ptr,
     scale_ptr,
     gate_sum_ptr,
-    theta_ptr,
+    k_rows_ptr,
+    q_rows_ptr,
     states_ptr,
     y_ptr,
     num_tokens,
@@ -386,10 +392,8 @@ def out_kernel(
     H: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
-    R: tl.constexpr,
     C: tl.constexpr,
-    BR: tl.constexpr,
-    BX: tl.constexpr,
+    BN: tl.constexpr,
     BV: tl.constexpr,
     HAS_DOCS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -407,73 +411,22 @@ def out_kernel(
     ts = tl.arange(0, C)
     in_chunk = ts < num_tokens - n * C
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
-    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
-    dt = tl.load(dt_ptr + chunk * C + ts)
-    own = tl.load(own_ptr + chunk * C + ts)
-    scale = tl.load(scale_ptr + chunk * C + ts)
-    gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
-    cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
-    # Half of the columns after the other: all in float32 would need too many registers.
-    k_turned = turned_columns(
-        B_ptr + token * N,
-        B_factor_ptr + token,
-        B_norm_ptr,
-        B_bias_ptr + (head % H) * N,
-        in_chunk,
-        cos,
-        sin,
-        N,
-        R,
-        C,
-        BR,
-    )
-    q_turned = turned_columns(
-        C_ptr + token * N,
-        C_factor_ptr + token,
-        C_norm_ptr,
-        C_bias_ptr + (head % H) * N,
-        in_chunk,
-        cos,
-        sin,
-        N,
-        R,
-        C,
-        BR,
-    )
-    both = tl.sum(q_turned * k_turned, axis=1)
-    q_turned = rounded(q_turned, DTYPE)
-    k_turned = rounded(k_turned * scale[:, None], DTYPE)
-    k_rest = other_columns(
-        B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, B_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
-    )
-    q_rest = other_columns(
-        C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, N, R, C, BX
-    )
-    both += tl.sum(q_rest * k_rest, axis=1)
-    q_rest = rounded(q_rest, DTYPE)
-    k_rest = rounded(k_rest * scale[:, None], DTYPE)
-    own_read = own * both + tl.load(D_ptr + head % H).to(tl.float32)
-    scores = dot(q_turned, tl.trans(k_turned), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
-    scores = dot(q_rest, tl.trans(k_rest), scores, DTYPE, PRECISION)
-    scores = tl.where(ts[:, None] > ts[None, :], scores * pair_decay(gate_sum, start, C), 0.0)
-    scores = rounded(scores, DTYPE)
-    from_start = start_decay(gate_sum, start)[:, None]
-
-    turned = tl.arange(0, 2 * BR)
-    rest = 2 * R + tl.arange(0, BX)
+    k = load_group(k_rows_ptr + chunk * (C * N), ts, 0, N, BN, N, C, True)
+    q = load_group(q_rows_ptr + chunk * (C * N), ts, 0, N, BN, N, C, True)
+    pairs = dot(q, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
+    # With what a token reads of itself on the diagonal.
+    own_read = tl.load(own_ptr + chunk * C + ts) * diagonal(pairs, C) + tl.load(D_ptr + head % H).to(tl.float32)
+    scores = pairs * earlier_decay(scale_ptr + chunk * C, gate_sum_ptr + chunk * C, start, C)
+    scores = rounded(tl.where(ts[:, None] == ts[None, :], own_read[:, None], scores), DTYPE)
+    from_start = start_decay(tl.load(gate_sum_ptr + chunk * C + ts), start)[:, None]
+    base = (token * H + head % H) * P
     for v_block in tl.range(0, P, BV, num_stages=STAGES):
         vs = v_block + tl.arange(0, BV)
-        v_mask = vs < P
-        row = states_ptr + chunk * (P * N) + vs[:, None] * N
-        state_turned = tl.load(row + turned[None, :], mask=v_mask[:, None] & (turned < 2 * R)[None, :], other=0.0)
-        state_rest = tl.load(row + rest[None, :], mask=v_mask[:, None] & (rest < N)[None, :], other=0.0)
-        value_base = (token * H + head % H) * P
-        value_offset = ts[:, None] * (H * P) + vs[None, :]
-        value_mask = in_chunk[:, None] & v_mask[None, :]
-        v = tl.load(x_ptr + value_base + value_offset, mask=value_mask, other=0.0)
-        z = tl.load(z_ptr + value_base + value_offset, mask=value_mask, other=0.0).to(tl.float32)
-        y = dot(q_turned, tl.trans(state_turned), tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
-        y = dot(q_rest, tl.trans(state_rest), y, DTYPE, PRECISION)
+        state = load_group(states_ptr + chunk * (P * N), vs, 0, N, BN, N, P, P % BV == 0)
+        offset = ts[:, None] * (H * P) + vs[None, :]
+        mask = in_chunk[:, None] & (vs < P)[None, :]
+        v = tl.load(x_ptr + base + offset, mask=mask, other=0.0)
+        z = tl.load(z_ptr + base + offset, mask=mask, other=0.0).to(tl.float32)
+        y = dot(q, tl.trans(state), tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
         y = dot(scores, v, y * from_start, DTYPE, PRECISION)
-        y = (y + own_read[:, None] * v.to(tl.float32)) * z * sigmoid(z)
-        tl.store(y_ptr + value_base + value_offset, rounded(y, DTYPE), mask=value_mask)
+        tl.store(y_ptr + base + offset, rounded(y * z * sigmoid(z), DTYPE), mask=mask)

@@ -9,7 +9,7 @@ import triton.language as tl
 from . import mamba3, mamba3_backward, mamba3_finish, mamba3_gradients
 from .aot import AotCase
 from .gated_delta_rule import CHUNK, Tile
-from .mamba3_rule import ONE_WARP, SHARED_TOKENS, SMALL, default_plan
+from .mamba3_rule import ONE_WARP, REGISTERS, SHARED_BACK, SHARED_TOKENS, SMALL, default_plan
 
 _N, _P, _R, _H = 128, 64, 32, 80
 _NUMBERS = {"eps": "fp32", "A_floor": "fp32"}
@@ -17,14 +17,14 @@ _NUMBERS = {"eps": "fp32", "A_floor": "fp32"}
 _LOW = {
     *("x_ptr", "z_ptr", "y_ptr", "B_ptr", "C_ptr", "dd_dt_ptr", "dd_A_ptr", "trap_ptr", "angle_ptr", "states_ptr"),
     *("grad_y_ptr", "grad_read_ptr", "grad_states_ptr", "grad_x_ptr", "grad_z_ptr", "grad_B_ptr", "grad_C_ptr"),
-    "grad_angle_ptr",
+    *("grad_angle_ptr", "k_rows_ptr", "q_rows_ptr"),
     *("grad_dd_dt_ptr", "grad_dd_A_ptr", "grad_trap_ptr", "query_rows_ptr", "key_rows_ptr", "speed_rows_ptr"),
 }
 
 
 def _case(name: str, kernel, tile: Tile) -> AotCase:
     values = dict(BATCH=1, H=_H, N=_N, P=_P, R=_R, C=CHUNK, BN=_N, BP=_P, BR=_R, BX=_N - 2 * _R, BV=tile.block_v)
-    values |= dict(BT=SHARED_TOKENS, NB=_N // default_plan(_N, _P, torch.bfloat16).scan_backward.block_v)
+    values |= dict(BT=SHARED_TOKENS, NB=_P // default_plan(_N, _P, torch.bfloat16).scan_backward.block_v)
     values |= dict(HAS_DOCS=True, DTYPE=tl.bfloat16, PRECISION="tf32", STAGES=tile.num_stages)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
@@ -32,7 +32,8 @@ def _case(name: str, kernel, tile: Tile) -> AotCase:
     pointers |= {n: "*i64" for n in names if n == "doc_start_ptr"}
     numbers = {n: kind for n, kind in _NUMBERS.items() if n in names}
     lengths = {n: "i32" for n in names if n not in constexprs | pointers | numbers}
-    return AotCase(name, kernel, pointers | numbers | lengths, constexprs, tile.num_warps, tile.num_stages)
+    options = (tile.num_warps, tile.num_stages, REGISTERS.get(kernel.__name__))
+    return AotCase(name, kernel, pointers | numbers | lengths, constexprs, *options)
 
 
 def aot_cases() -> list[AotCase]:
@@ -48,11 +49,12 @@ def aot_cases() -> list[AotCase]:
     }
     fixed = {
         "shared": (mamba3.shared_kernel, SMALL),
-        "gates": (mamba3.gates_kernel, SMALL),
+        "gates": (mamba3.gates_kernel, ONE_WARP),
         "theta": (mamba3.theta_kernel, ONE_WARP),
+        "owed": (mamba3_backward.owed_kernel, ONE_WARP),
         "carry": (mamba3_finish.carry_kernel, ONE_WARP),
-        "gates_backward": (mamba3_finish.gates_backward_kernel, SMALL),
-        "shared_backward": (mamba3_finish.shared_backward_kernel, SMALL),
+        "gates_backward": (mamba3_finish.gates_backward_kernel, ONE_WARP),
+        "shared_backward": (mamba3_finish.shared_backward_kernel, SHARED_BACK),
     }
     cases = [_case(name, kernel, getattr(plan, name)) for name, kernel in planned.items()]
     return cases + [_case(name, kernel, tile) for name, (kernel, tile) in fixed.items()]

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .decays import document_starts
 from .mamba3 import _LENGTHS, _last_start
-from .mamba3_tiles import element, load_speed, sigmoid, softplus
+from .mamba3_tiles import element, load_group, load_speed, sigmoid, softplus, true_columns
 from .primitives import rounded
 
 
@@ -29,11 +29,10 @@ def carry_kernel(
     C: tl.constexpr,
     BR: tl.constexpr,
     BP: tl.constexpr,
-    NB: tl.constexpr,
     HAS_DOCS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Carry of one head: `carry` [B, H, NC, R]. And dv of the token before the first, from its parts."""
+    """Carry of one head: `carry` [B, H, NC, R]. And dv of the token before the first."""
     head = tl.program_id(0).to(tl.int64)
     batch = head // H
     angles = tl.arange(0, BR)
@@ -48,10 +47,7 @@ def carry_kernel(
         grad = tl.where(start < 0, grad, 0.0) + total
     tl.store(grad_theta_in_ptr + head * R + angles, grad, mask=mask)
     ps = tl.arange(0, BP)
-    grad_v = tl.zeros([BP], tl.float32)
-    for block in tl.static_range(NB):
-        part = grad_v_bound_ptr + (head * num_chunks * NB + block) * P + ps
-        grad_v += tl.load(part, mask=ps < P, other=0.0)
+    grad_v = tl.load(grad_v_bound_ptr + head * num_chunks * P + ps, mask=ps < P)
     tl.store(grad_v_last_ptr + head * P + ps, grad_v, mask=ps < P)
 
 
@@ -99,8 +95,11 @@ def gates_backward_kernel(
     tokens = chunk * C + ts
     # Sums of log gates, and each gate is in those of its document's later tokens.
     grad_gate = tl.load(grad_gate_ptr + tokens)
-    summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
-    grad_log = tl.sum(tl.where(summed, grad_gate[:, None], 0.0), axis=0)
+    if HAS_DOCS:
+        summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
+        grad_log = tl.sum(tl.where(summed, grad_gate[:, None], 0.0), axis=0)
+    else:
+        grad_log = tl.cumsum(grad_gate, axis=0, reverse=True)
     # Turns: of this chunk, and what later chunks want from the last token's document.
     angles = tl.arange(0, BR)
     carry = tl.load(carry_ptr + chunk * R + angles, mask=angles < R, other=0.0)
@@ -122,6 +121,8 @@ def gates_backward_kernel(
     trap = tl.load(trap_ptr + gate, mask=in_chunk, other=0.0).to(tl.float32)
     dt = softplus(raw_dt)
     size = softplus(raw_A)
+    # Where a gate leaves nothing of what came before, the sums' rounding is all that there is.
+    grad_log = tl.where(tl.maximum(size, A_floor) * dt > 104.0, 0.0, grad_log)
     weight = sigmoid(trap)
     grad_dt = grad_own * weight + grad_before * sigmoid(-trap) + grad_turn - tl.maximum(size, A_floor) * grad_log
     grad_dt = tl.where(in_chunk, grad_dt * sigmoid(raw_dt), 0.0)
@@ -136,17 +137,21 @@ def gates_backward_kernel(
 @triton.jit
 def _through_norm(
     x_ptr, factor_ptr, norm_ptr, rows_ptr, grad_x_ptr, grad_norm_ptr, inside, token,
-    H: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    num_chunks, H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of B or C from those of the heads' rows, and the tokens' part of the norm's weight."""
+    """The gradients of B or C from those of the heads' rows, and the tokens' part of the norm's weight.
+
+    `rows`: where those of the first head and token are.
+    """
     ts = tl.arange(0, BT)
     ns = tl.arange(0, BN)
     mask = inside[:, None] & (ns < N)[None, :]
     grad = tl.zeros([BT, BN], tl.float32)
     for h in tl.range(0, H, num_stages=STAGES):
-        row = rows_ptr + (token * H + h) * N + ts[:, None] * (H * N)
-        grad += tl.load(row + ns[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad += load_group(rows_ptr + h * num_chunks * (C * N), ts, 0, N, BN, N, BT, True).to(tl.float32)
     factor = tl.load(factor_ptr + token + ts, mask=inside, other=0.0)[:, None]
+    ns = true_columns(ns, R)
     offset = token * N + ts[:, None] * N + ns[None, :]
     unit = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) * factor
     tl.store(grad_norm_ptr + ns, tl.sum(grad * unit, axis=0), mask=ns < N)
@@ -200,13 +205,15 @@ def shared_backward_kernel(
     ts = tl.arange(0, BT)
     inside = ts < num_tokens - n * C - first
     part = ((batch * num_chunks + n) * PARTS + pid % PARTS) * N
+    chunk = batch * H * num_chunks + n
+    rows = (chunk * C + first) * N
     _through_norm(
-        B_ptr, B_factor_ptr, B_norm_ptr, key_rows_ptr, grad_B_ptr, grad_B_norm_ptr + part, inside, token,
-        H, N, BT, BN, STAGES,
+        B_ptr, B_factor_ptr, B_norm_ptr, key_rows_ptr + rows, grad_B_ptr, grad_B_norm_ptr + part, inside, token,
+        num_chunks, H, N, R, C, BT, BN, STAGES,
     )  # fmt: skip
     _through_norm(
-        C_ptr, C_factor_ptr, C_norm_ptr, query_rows_ptr, grad_C_ptr, grad_C_norm_ptr + part, inside, token,
-        H, N, BT, BN, STAGES,
+        C_ptr, C_factor_ptr, C_norm_ptr, query_rows_ptr + rows, grad_C_ptr, grad_C_norm_ptr + part, inside, token,
+        num_chunks, H, N, R, C, BT, BN, STAGES,
     )  # fmt: skip
 
     angles = tl.arange(0, BR)
@@ -214,11 +221,11 @@ def shared_backward_kernel(
     reached = first + ts >= element(document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS), C - 1, C)
     grad = tl.zeros([BT, BR], tl.float32)
     for h in tl.range(0, H, num_stages=STAGES):
-        chunk = (batch * H + h) * num_chunks + n
-        dt = tl.where(reached, tl.load(dt_ptr + chunk * C + first + ts), 0.0)
-        carry = tl.load(carry_ptr + chunk * R + angles, mask=angles < R, other=0.0)
-        row = speed_rows_ptr + (token * H + h) * R + ts[:, None] * (H * R)
-        grad += tl.load(row + angles[None, :], mask=mask, other=0.0).to(tl.float32) + dt[:, None] * carry[None, :]
+        tokens = (chunk + h * num_chunks) * C + first
+        dt = tl.where(reached, tl.load(dt_ptr + tokens + ts), 0.0)
+        carry = tl.load(carry_ptr + (chunk + h * num_chunks) * R + angles, mask=angles < R, other=0.0)
+        of_head = load_group(speed_rows_ptr + tokens * R, ts, 0, R, BR, R, BT, True).to(tl.float32)
+        grad += of_head + dt[:, None] * carry[None, :]
     offset = token * R + ts[:, None] * R + angles[None, :]
     speed = tl.load(speed_ptr + offset, mask=mask, other=0.0)
     grad *= 3.141592653589793 - speed * speed * 0.3183098861837907

@@ -12,7 +12,7 @@ Every kernel does the same with a segment as with the whole, so neither changes 
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -26,25 +26,27 @@ from . import mamba3_finish as finish_kernels
 from . import mamba3_gradients as gradient_kernels
 from .gated_delta_rule import _DTYPES, CHUNK, Tile, _SideStreams
 
-# What no plan says: kernels that take little time, and walks of one vector.
-SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 4)
-SHARED_TOKENS = 16
+# What no plan says: kernels that take little time, and those of one vector or a few.
+SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 8)
+# Left alone, the compiler takes so many that two programs fit at once, where three hide more of the waiting.
+REGISTERS = {"local_kernel": 168}
+SHARED_TOKENS, SHARED_BACK = 16, Tile(16, 4, 6)
 
 
 @dataclass(frozen=True)
 class Mamba3Plan:
     """A tile for each kernel, and what runs beside what.
 
-    `block_v` of a tile is columns of P at a time, for the two scans columns of N. `cuts`: shares of the chunks at
-    which a forward is cut into segments; `overlap_backward`: the backward's first scan runs beside another kernel.
+    `block_v` of a tile is columns of P at a time, which are rows of S. `cuts`: shares of the chunks at which a forward
+    is cut into segments; `overlap_backward`: the backward's first scan runs beside another kernel.
     """
 
     local: Tile = Tile(64, 4, 2)
-    scan: Tile = Tile(32, 4, 4)
+    scan: Tile = Tile(8, 1, 8)
     out: Tile = Tile(64, 4, 2)
     local_backward: Tile = Tile(64, 4, 2)
-    scan_backward: Tile = Tile(32, 4, 4)
-    query_gradients: Tile = Tile(32, 4, 2)
+    scan_backward: Tile = Tile(8, 1, 8)
+    query_gradients: Tile = Tile(64, 4, 2)
     key_gradients: Tile = Tile(64, 4, 2)
     cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
@@ -53,25 +55,19 @@ class Mamba3Plan:
 def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Mamba3Plan:
     """A plan that fits N = k_dim, P = v_dim, without overlap. `shared_memory`: bytes that a program may have.
 
-    Columns of P and N depend on the sizes and the type alone: sums over blocks of them must not depend on a GPU's
-    table. No loop with products goes without a load pipeline, see `gated_delta_rule.default_plan`.
+    Columns depend on the sizes and the type alone: sums over blocks of them must not depend on a GPU's table. No loop
+    with products goes without a load pipeline, see `gated_delta_rule.default_plan`.
     """
     block_n, block_p = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
     large = dtype.itemsize * block_n > 256
     columns = min(32 if large else 64, block_p)
-    scan = Tile(min(32 if block_p <= 128 else 16, block_n), 4, 4)
+    # A warp has whole rows of S, and many warps few of them: a walk waits for memory, not for sums.
+    scan = Tile(8, 1, 8)
     # Tiles of 64 rows are shared out among four warps; eight would do the same twice, but have more registers.
     parallel = Tile(columns, 8 if large else 4, 2)
-    return Mamba3Plan(
-        local=parallel,
-        scan=scan,
-        out=parallel,
-        local_backward=parallel,
-        scan_backward=scan,
-        # It has the most tiles of values at once; half as wide they take half the registers.
-        query_gradients=replace(parallel, block_v=min(32, columns)),
-        key_gradients=parallel,
-    )
+    walks = dict(scan=scan, scan_backward=scan)
+    names = ("local", "out", "local_backward", "query_gradients", "key_gradients")
+    return Mamba3Plan(**walks, **dict.fromkeys(names, parallel))
 
 
 class Inputs(NamedTuple):
@@ -135,9 +131,14 @@ class Problem:
     def states(self) -> Tensor:
         return self.by_chunk(self.p_dim, self.n_dim, dtype=self.dtype)
 
+    def rows(self, width: int) -> Tensor:
+        return self.by_chunk(CHUNK, width, dtype=self.dtype)
+
     def launch(self, kernel, programs: int, tile: Tile, *args, **more) -> None:
         constants = self.constants | dict(BV=tile.block_v, STAGES=tile.num_stages) | more
         constants = {name: value for name, value in constants.items() if name in _arguments(kernel)}
+        if self.device.type == "cuda" and kernel.__name__ in REGISTERS and tile.num_warps == 4:
+            constants["maxnreg"] = REGISTERS[kernel.__name__]
         kernel[(programs,)](*args, num_warps=tile.num_warps, num_stages=tile.num_stages, **constants)
 
     def per_chunk(self, kernel, tile: Tile, chunks: range, *args, programs: int | None = None, **more) -> None:
@@ -152,7 +153,7 @@ class Problem:
         self.launch(kernel, self.heads * blocks, tile, *args, *lengths)
 
     def num_blocks(self, tile: Tile) -> int:
-        return triton.cdiv(self.n_dim, tile.block_v)
+        return triton.cdiv(self.p_dim, tile.block_v)
 
     def per_head(self, kernel, *args, **more) -> None:
         self.launch(kernel, self.heads, ONE_WARP, *args, self.num_tokens, self.num_chunks, **more)
@@ -182,8 +183,9 @@ class Prepared:
         self.turn, self.theta = problem.by_chunk(num_angles), problem.by_chunk(num_angles)
         bounds = (problem.batch, problem.num_heads, problem.num_chunks + 1)
         self.k_bound, self.v_bound = problem.empty(*bounds, problem.n_dim), problem.empty(*bounds, problem.p_dim)
-        self.states = problem.states()
-        self.theta_out, self.state_out = torch.empty_like(problem.inputs.theta), torch.empty_like(problem.inputs.state)
+        self.states, self.k_rows, self.q_rows = problem.states(), *(problem.rows(problem.n_dim) for _ in "kq")
+        inputs = problem.inputs
+        self.theta_out, self.state_out, self.k_out = map(torch.empty_like, (inputs.theta, inputs.state, inputs.k_last))
 
     def gates(self) -> None:
         """Shared, Gates and Theta of all chunks."""
@@ -197,7 +199,7 @@ class Prepared:
         )
         problem.per_chunk(
             kernels.gates_kernel,
-            SMALL,
+            ONE_WARP,
             self.whole,
             *(inputs.dd_dt, inputs.dd_A, inputs.trap, inputs.dt_bias, problem.doc_start, self.speed),
             *(self.dt, self.own, self.scale, self.gate_sum, self.before, self.decay, self.turn, problem.A_floor),
@@ -210,29 +212,27 @@ class Prepared:
             kernels.local_kernel,
             tile,
             chunks,
-            *(inputs.x, inputs.B, inputs.B_norm, inputs.B_bias, problem.doc_start, inputs.k_last, inputs.v_last),
-            *(self.B_factor, self.speed, self.dt, self.scale, self.gate_sum, self.theta),
-            *(self.states, self.k_bound, self.v_bound),
+            *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
+            *(problem.doc_start, inputs.k_last, inputs.v_last, self.B_factor, self.C_factor, self.speed),
+            *(self.dt, self.scale, self.gate_sum, self.theta),
+            *(self.k_rows, self.q_rows, self.states, self.k_bound, self.v_bound),
         )
 
     def scan(self, tile: Tile, chunks: range) -> None:
         # A later segment goes on from the state that the one before it left.
         state = self.problem.inputs.state if chunks.start == 0 else self.state_out
         bounds = (self.before, self.decay, self.k_bound, self.v_bound)
-        self.problem.scan(kernels.scan_kernel, tile, chunks, *bounds, state, self.states, self.state_out)
-
-    def rows(self) -> tuple:
-        """The arguments that kernels with rows of q and k have in common: what is given, and what was prepared."""
-        inputs = self.problem.inputs
-        given = (inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias, inputs.D)
-        return (*given, self.problem.doc_start), (
-            *(self.B_factor, self.C_factor, self.speed, self.dt, self.own, self.scale, self.gate_sum),
-            *(self.theta, self.states),
-        )
+        self.problem.scan(kernels.scan_kernel, tile, chunks, *bounds, state, self.states, self.state_out, self.k_out)
 
     def out(self, tile: Tile, chunks: range, y: Tensor) -> None:
-        inputs, (given, prepared) = self.problem.inputs, self.rows()
-        self.problem.per_chunk(kernels.out_kernel, tile, chunks, inputs.x, inputs.z, *given, *prepared, y)
+        problem, inputs = self.problem, self.problem.inputs
+        problem.per_chunk(
+            kernels.out_kernel,
+            tile,
+            chunks,
+            *(inputs.x, inputs.z, inputs.D, problem.doc_start, self.own, self.scale, self.gate_sum),
+            *(self.k_rows, self.q_rows, self.states, y),
+        )
 
 
 class Backward:
@@ -246,12 +246,10 @@ class Backward:
         self.set_blocks(plan.scan_backward)
         # dY, before the gate z.
         self.grad_read = torch.empty_like(problem.inputs.x)
-        self.grad_states, self.grad_k_bound = problem.states(), problem.by_chunk(problem.n_dim)
-        by_token = (problem.batch, problem.num_tokens, problem.num_heads)
-        self.query_rows, self.key_rows, self.speed_rows = (
-            problem.empty(*by_token, width, dtype=problem.dtype)
-            for width in (problem.n_dim, problem.n_dim, problem.num_angles)
-        )
+        self.grad_states, self.grad_v_bound = problem.states(), problem.by_chunk(problem.p_dim)
+        self.owed_k = problem.by_chunk(problem.n_dim)
+        self.query_rows, self.key_rows = problem.rows(problem.n_dim), problem.rows(problem.n_dim)
+        self.speed_rows = problem.rows(problem.num_angles)
         self.query_bias, self.key_bias = problem.by_chunk(problem.n_dim), problem.by_chunk(problem.n_dim)
         # What Queries leaves for Keys.
         self.query_theta = problem.by_chunk(CHUNK, problem.num_angles)
@@ -259,15 +257,15 @@ class Backward:
         self.both, self.grad_both = problem.tokens(), problem.tokens()
         self.grad_gate, self.grad_turn = problem.tokens(), problem.tokens()
         self.grad_scale, self.grad_own = problem.tokens(), problem.tokens()
-        self.grad_D, self.grad_dt_bias = problem.by_chunk(), problem.by_chunk()
+        self.grad_dt_bias = problem.by_chunk()
         self.turn_total, self.carry = problem.by_chunk(problem.num_angles), problem.by_chunk(problem.num_angles)
         parts = CHUNK // SHARED_TOKENS * problem.num_chunks
         self.grad_norms = problem.empty(2, problem.batch, parts, problem.n_dim)
 
     def set_blocks(self, tile: Tile) -> None:
-        """What Scan back leaves for each block of its columns."""
+        """What Scan back leaves for each block of its rows."""
         self.num_blocks = self.problem.num_blocks(tile)
-        self.grad_v_bound = self.problem.by_chunk(self.num_blocks, self.problem.p_dim)
+        self.grad_k_bound = self.problem.by_chunk(self.num_blocks, self.problem.n_dim)
         self.grad_before = self.problem.by_chunk(self.num_blocks)
 
     def local(self, tile: Tile) -> None:
@@ -276,45 +274,53 @@ class Backward:
             backward_kernels.local_backward_kernel,
             tile,
             self.whole,
-            *(self.grad_y, inputs.z, inputs.C, inputs.C_norm, inputs.C_bias, self.problem.doc_start),
-            *(prepared.C_factor, prepared.speed, prepared.dt, prepared.gate_sum, prepared.theta),
+            *(self.grad_y, inputs.z, self.problem.doc_start, prepared.gate_sum, prepared.q_rows),
             *(self.grad_read, self.grad_states),
         )
 
     def scan(self, tile: Tile) -> None:
-        """With a tile of the width that `set_blocks` was told."""
+        """Scan back and Owed, with a tile of the width that `set_blocks` was told."""
         prepared = self.prepared
         self.problem.scan(
             backward_kernels.scan_backward_kernel,
             tile,
             self.whole,
             *(prepared.before, prepared.decay, prepared.k_bound, prepared.v_bound, self.grad_state, self.grad_states),
-            *(self.grad_k_bound, self.grad_v_bound, self.grad_before, self.grads.state, self.grads.k_last),
+            *(self.grad_k_bound, self.grad_v_bound, self.grad_before, self.grads.state),
+        )
+        self.problem.per_chunk(
+            backward_kernels.owed_kernel,
+            ONE_WARP,
+            self.whole,
+            *(self.grad_k_last, self.grad_k_bound, self.owed_k, self.grads.k_last),
+            NB=self.num_blocks,
         )
 
     def query_gradients(self, tile: Tile) -> None:
-        inputs, (given, prepared) = self.problem.inputs, self.prepared.rows()
+        prepared, inputs = self.prepared, self.problem.inputs
         self.problem.per_chunk(
             gradient_kernels.query_gradients_kernel,
             tile,
             self.whole,
-            *(self.grad_y, self.grad_read, inputs.x, inputs.z, *given, *prepared),
-            *(self.grads.z, self.query_rows, self.query_bias),
-            *(self.query_theta, self.query_gate, self.read_by, self.both, self.grad_both, self.grad_D),
+            *(self.grad_y, self.grad_read, inputs.x, inputs.z, inputs.D, self.problem.doc_start),
+            *(prepared.speed, prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.theta),
+            *(prepared.k_rows, prepared.q_rows, prepared.states, self.grads.z, self.query_rows, self.query_bias),
+            *(self.query_theta, self.query_gate, self.read_by, self.both, self.grad_both),
         )
 
     def key_gradients(self, tile: Tile) -> None:
-        inputs, (given, prepared) = self.problem.inputs, self.prepared.rows()
+        prepared, inputs = self.prepared, self.problem.inputs
         self.problem.per_chunk(
             gradient_kernels.key_gradients_kernel,
             tile,
             self.whole,
-            *(self.grad_read, inputs.x, *given, self.grad_k_last, self.grad_v_last),
-            *(*prepared, self.prepared.k_bound, self.grad_states, self.grad_k_bound, self.grad_v_bound),
+            *(self.grad_read, inputs.x, inputs.D, self.problem.doc_start, self.grad_v_last),
+            *(prepared.speed, prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.decay),
+            *(prepared.theta, prepared.k_rows, prepared.q_rows, prepared.states, prepared.k_bound),
+            *(self.grad_states, self.owed_k, self.grad_v_bound),
             *(self.query_theta, self.query_gate, self.read_by, self.both, self.grad_both),
             *(self.grads.x, self.key_rows, self.speed_rows, self.key_bias),
             *(self.grad_gate, self.grad_turn, self.turn_total, self.grad_scale, self.grad_own),
-            NB=self.num_blocks,
         )
 
     def finish(self) -> Inputs:
@@ -324,11 +330,10 @@ class Backward:
             finish_kernels.carry_kernel,
             *(self.grad_theta, problem.doc_start, self.turn_total, self.grad_v_bound),
             *(self.carry, grads.theta, grads.v_last),
-            NB=self.num_blocks,
         )
         problem.per_chunk(
             finish_kernels.gates_backward_kernel,
-            SMALL,
+            ONE_WARP,
             self.whole,
             *(inputs.dd_dt, inputs.dd_A, inputs.trap, inputs.dt_bias, problem.doc_start, prepared.speed, self.carry),
             *(self.grad_gate, self.grad_turn, self.grad_scale, self.grad_own, self.grad_before),
@@ -337,7 +342,7 @@ class Backward:
         )
         problem.per_chunk(
             finish_kernels.shared_backward_kernel,
-            SMALL,
+            SHARED_BACK,
             self.whole,
             *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, problem.doc_start),
             *(prepared.B_factor, prepared.C_factor, prepared.speed, prepared.dt, self.carry),
@@ -352,7 +357,7 @@ class Backward:
             C_norm=C_norm,
             B_bias=self.key_bias.sum((0, 2)),
             C_bias=self.query_bias.sum((0, 2)),
-            D=self.grad_D.sum((0, 2)),
+            D=self.grad_both.sum((0, 2, 3)),
         )
         return grads._replace(**{name: x.to(getattr(inputs, name).dtype) for name, x in sums.items()})
 
@@ -379,8 +384,7 @@ def forward(
             prepared.out(plan.out, segments[i - 1], y)
     side.wait(walked[-1])
     prepared.out(plan.out, segments[-1], y)
-    k_last, v_last = (x[:, :, -1].clone() for x in (prepared.k_bound, prepared.v_bound))
-    return y, prepared.theta_out, prepared.state_out, k_last, v_last
+    return y, prepared.theta_out, prepared.state_out, prepared.k_out, prepared.v_bound[:, :, -1].clone()
 
 
 def backward(

@@ -1,8 +1,8 @@
 """What Mamba-3's kernels share: rows of q and k, their rotation, sums over the tokens of a document.
 
-B, C and the angles are shared by all heads and lie in the cache, so every kernel computes its head's rotated rows
-again: stored, they would be most of what moves. A row has two parts, the first 2R columns, which turn, and the rest.
-Widths of tiles: BR >= R angles, 2 BR turned columns, BX >= N - 2R others.
+Products of q, k and states do not care in which order their N columns lie. So between the kernels the columns that turn
+come apart: the first of each pair, then the second, then the N - 2R that stay. A rotation is then one of whole tiles,
+in the layout that products leave. `true_columns` says where a column lies outside. Widths: BR >= R, BX >= N - 2R.
 """
 
 import triton
@@ -47,14 +47,21 @@ def sine_cosine(angle):
 
 
 @triton.jit
+def _first_digits(x):
+    """x in float32, cut off to what bfloat16 holds."""
+    return (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def masked_sum(seen, x):
     """The rows of x that each row of `seen` has, added up: as exact as float32, on 16-bit tensor cores.
 
-    Zeros and ones are exact in bfloat16, and three bfloat16 numbers hold all digits of a float32.
+    Zeros and ones are exact in bfloat16, and three bfloat16 numbers hold all digits of a float32: its first eight, the
+    next eight, and the rest. Cut off, which takes one instruction; to round takes more.
     """
     ones = tl.where(seen, 1.0, 0.0)
-    high = rounded(x, tl.bfloat16).to(tl.float32)
-    middle = rounded(x - high, tl.bfloat16).to(tl.float32)
+    high = _first_digits(x)
+    middle = _first_digits(x - high)
     total = dot(ones, x - high - middle, tl.zeros_like(x), tl.bfloat16, "tf32")
     total = dot(ones, middle, total, tl.bfloat16, "tf32")
     return dot(ones, high, total, tl.bfloat16, "tf32")
@@ -71,18 +78,56 @@ def rotation(speed, dt, theta_ptr, start, C: tl.constexpr, R: tl.constexpr, BR: 
 
 
 @triton.jit
-def turn(x, cos, sin, C: tl.constexpr, BR: tl.constexpr):
-    """R(theta) x of turned columns [C, 2 BR]; with -sin its inverse."""
-    even, odd = tl.split(tl.reshape(x, [C, BR, 2]))
-    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [C, 2 * BR])
+def true_columns(columns, R: tl.constexpr):
+    """Where these columns of a stored row lie in B, C, a parameter or a state outside of the kernels."""
+    turned = tl.where(columns < R, 2 * columns, 2 * (columns - R) + 1)
+    return tl.where(columns < 2 * R, turned, columns)
 
 
 @triton.jit
-def angle_gradient(grad, x, C: tl.constexpr, BR: tl.constexpr):
-    """That of theta [C, BR], from the gradient of the rotated x = R(theta) .."""
-    grad_even, grad_odd = tl.split(tl.reshape(grad, [C, BR, 2]))
-    even, odd = tl.split(tl.reshape(x, [C, BR, 2]))
-    return grad_odd * even - grad_even * odd
+def load_group(
+    ptr, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+    END: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """COUNT columns from FIRST on, as [rows, WIDTH], of a matrix with N; EXACT: all `rows` are below END."""
+    columns = tl.arange(0, WIDTH)
+    offset = rows[:, None] * N + (FIRST + columns)[None, :]
+    if EXACT and COUNT == WIDTH:
+        return tl.load(ptr + offset)
+    else:
+        return tl.load(ptr + offset, mask=(rows < END)[:, None] & (columns < COUNT)[None, :], other=0.0)
+
+
+@triton.jit
+def store_group(
+    ptr, rows, x, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+    END: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The opposite of `load_group`, in the type of what `ptr` points to."""
+    columns = tl.arange(0, WIDTH)
+    offset = rows[:, None] * N + (FIRST + columns)[None, :]
+    x = rounded(x, ptr.dtype.element_ty)
+    if EXACT and COUNT == WIDTH:
+        tl.store(ptr + offset, x)
+    else:
+        tl.store(ptr + offset, x, mask=(rows < END)[:, None] & (columns < COUNT)[None, :])
+
+
+@triton.jit
+def store_groups(
+    ptr, rows, first, second, rest, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr,
+    END: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The three groups of columns: of each pair the first, the second, and what does not turn."""
+    store_group(ptr, rows, first, 0, R, BR, N, END, EXACT)
+    store_group(ptr, rows, second, R, R, BR, N, END, EXACT)
+    store_group(ptr, rows, rest, 2 * R, N - 2 * R, BX, N, END, EXACT)
+
+
+@triton.jit
+def turn(first, second, cos, sin):
+    """R(theta) of the pairs; with -sin its inverse."""
+    return first * cos - second * sin, first * sin + second * cos
 
 
 @triton.jit
@@ -100,27 +145,20 @@ def _unturned(
 
 
 @triton.jit
-def turned_columns(
+def turned_rows(
     row_ptr, factor_ptr, norm_ptr, bias_ptr, in_chunk, cos, sin,
-    N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr,
+    N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
-    """The columns [C, 2 BR] of q or k that turn, of one head and chunk, in float32.
+    """q or k of one head and chunk in float32, in three groups of columns.
 
     `row_ptr`, `factor_ptr`: the chunk's first token in B or C and in its inverse norms; `bias_ptr`: the head's.
     """
     factor = tl.load(factor_ptr + tl.arange(0, C), mask=in_chunk, other=0.0)
-    columns = tl.arange(0, 2 * BR)
-    return turn(_unturned(row_ptr, factor, norm_ptr, bias_ptr, in_chunk, columns, 2 * R, N, C), cos, sin, C, BR)
-
-
-@triton.jit
-def other_columns(
-    row_ptr, factor_ptr, norm_ptr, bias_ptr, in_chunk,
-    N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
-):  # fmt: skip
-    """The columns [C, BX] behind them, see `turned_columns`."""
-    factor = tl.load(factor_ptr + tl.arange(0, C), mask=in_chunk, other=0.0)
-    return _unturned(row_ptr, factor, norm_ptr, bias_ptr, in_chunk, 2 * R + tl.arange(0, BX), N, N, C)
+    pairs = _unturned(row_ptr, factor, norm_ptr, bias_ptr, in_chunk, tl.arange(0, 2 * BR), 2 * R, N, C)
+    first, second = tl.split(tl.reshape(pairs, [C, BR, 2]))
+    first, second = turn(first, second, cos, sin)
+    others = 2 * R + tl.arange(0, BX)
+    return first, second, _unturned(row_ptr, factor, norm_ptr, bias_ptr, in_chunk, others, N, N, C)
 
 
 @triton.jit
@@ -139,7 +177,39 @@ def element(x, index, C: tl.constexpr):
 
 
 @triton.jit
-def end_decay(gate_sum, start, C: tl.constexpr):
+def exponential(x):
+    """e^x to two units in the last place; 0 where x is below -87."""
+    if _INTERPRETED:
+        return tl.exp(x)
+    else:
+        return libdevice.fast_expf(x)
+
+
+@triton.jit
+def earlier_decay(scale_ptr, gate_sum_ptr, start, C: tl.constexpr):
+    """L with s: [t, s], how much of k_s v_s the token t finds; 0 unless s is earlier and of t's document."""
+    ts = tl.arange(0, C)
+    gate_sum, scale = tl.load(gate_sum_ptr + ts), tl.load(scale_ptr + ts)
+    # Masked before the exponential: what is masked may be above 0.
+    seen = (ts[:, None] > ts[None, :]) & (ts[None, :] >= start[:, None])
+    log = (gate_sum[:, None] - gate_sum[None, :]).to(tl.float32)
+    return exponential(tl.where(seen, log, float("-inf"))) * scale[None, :]
+
+
+@triton.jit
+def later_decay(scale_ptr, gate_sum_ptr, start, C: tl.constexpr):
+    """The same, [s, t]."""
+    ts = tl.arange(0, C)
+    gate_sum, scale = tl.load(gate_sum_ptr + ts), tl.load(scale_ptr + ts)
+    seen = (ts[None, :] > ts[:, None]) & (ts[:, None] >= start[None, :])
+    log = (gate_sum[None, :] - gate_sum[:, None]).to(tl.float32)
+    return exponential(tl.where(seen, log, float("-inf"))) * scale[:, None]
+
+
+@triton.jit
+def end_decay(gate_sum, gate_sum_ptr, start, C: tl.constexpr, HAS_DOCS: tl.constexpr):
     """e: the decay from each token to the chunk's end, 0 for those of earlier documents."""
-    log = (element(gate_sum, C - 1, C) - gate_sum).to(tl.float32)
-    return tl.exp(tl.where(tl.arange(0, C) >= element(start, C - 1, C), log, float("-inf")))
+    log = (tl.load(gate_sum_ptr + C - 1) - gate_sum).to(tl.float32)
+    if HAS_DOCS:
+        log = tl.where(tl.arange(0, C) >= element(start, C - 1, C), log, float("-inf"))
+    return exponential(log)

@@ -14,8 +14,6 @@ import dataclasses
 import functools
 import logging
 import os
-import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ from pathlib import Path
 import torch
 import triton
 
-from . import gated_delta_rule, hopper, mamba3_rule
+from . import assembler, gated_delta_rule, hopper, mamba3_rule
 from .gated_delta_rule import Tile
 from .plan_table import Environment, Shape, Table, bucket_of, load, normalized, numbers_of
 
@@ -174,17 +172,9 @@ def _environment(device_name: str) -> Environment:
     return Environment(device_name, *versions, ptxas_version() or "unknown")
 
 
-@functools.cache
 def ptxas_version() -> str | None:
     """The version of the assembler that Triton calls; None if there is none."""
-    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    path = os.environ.get("TRITON_PTXAS_PATH") or str(bundled)
-    try:
-        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    found = re.search(r"V(\d+\.\d+\.\d+)", text)
-    return None if found is None else found[1]
+    return assembler.version_of(assembler.ptxas_path())
 
 
 def user_table_path(environment: Environment) -> Path:

@@ -1,7 +1,7 @@
 """The command line: ``stateflow train|verify|tune-kernels CONFIG [options] [torchtitan overrides]``, and
 ``stateflow doctor`` and ``stateflow bench``.
 
-Planning (``plan``, ``simulate``, ``draw``, ``sweep``) is in ``stateflow.commands``, one file a command.
+Planning (``plan``, ``simulate``, ``predict``, ``draw``, ``sweep``) is in ``stateflow.commands``, one file a command.
 
 ``python -m stateflow`` is the same program.
 
@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import tomllib
 import warnings
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from stateflow import commands as more_commands
 from stateflow.faults import FAULTS
-from stateflow.launch import run_to_its_end
+from stateflow.launch import REPORTS, run_to_its_end
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 
@@ -209,14 +210,22 @@ def world_size(config) -> int:
 
 
 def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) -> int:
-    """Runs ``module`` in ``nproc`` processes of this machine, shows the log of one, and returns the exit status."""
+    """Runs ``module`` in ``nproc`` processes of this machine, shows the log of one, and returns the exit status.
+
+    What the others had to report when a peer was gone is shown at the end.
+    """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
         f"--local-ranks-filter={log_rank}", "-m", module, *args,
     ]
     # LOG_RANK tells torchtitan which rank's log is shown.
     env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "LOG_RANK": str(log_rank), **os.environ}
-    return run_to_its_end(command, env=env)
+    with tempfile.TemporaryDirectory() as reports:
+        status = run_to_its_end(command, env={**env, REPORTS: reports})
+        for path in sorted(Path(reports).iterdir()):
+            if path.name != f"rank_{log_rank}.txt":
+                print(path.read_text(), end="", file=sys.stderr)
+    return status
 
 
 def _processes(options, config) -> int:

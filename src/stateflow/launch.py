@@ -7,9 +7,11 @@ import ctypes
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 GRACE_SECONDS = 30.0
+WATCH_SECONDS = 0.2
+REPORTS = "STATEFLOW_REPORTS"  # environment: a folder for the last words of processes, of which torchrun shows one's
 
 
 def end_with_parent() -> None:
@@ -20,11 +22,14 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def run_to_its_end(command: Sequence[str], *, timeout: float | None = None, **kwargs) -> int:
+def run_to_its_end(
+    command: Sequence[str], *, timeout: float | None = None, watch: Callable[[], bool] | None = None, **kwargs
+) -> int:
     """Runs ``command`` and returns its exit status; SIGTERM, SIGHUP and Ctrl-C are passed on to it and waited for.
 
     Without this a stopped parent (a scheduler, ``timeout``, a cancelled job) would leave torchrun and its workers.
-    After ``timeout`` seconds it is ended and subprocess.TimeoutExpired raised.
+    After ``timeout`` seconds it is ended and subprocess.TimeoutExpired raised; with ``watch`` instead, which is called
+    every WATCH_SECONDS, as soon as that returns false.
     """
     before = end_with_parent if sys.platform == "linux" else None
     child = subprocess.Popen(command, preexec_fn=before, **kwargs)
@@ -34,7 +39,12 @@ def run_to_its_end(command: Sequence[str], *, timeout: float | None = None, **kw
 
     previous = {s: signal.signal(s, leave) for s in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        return child.wait(timeout)
+        while True:
+            try:
+                return child.wait(timeout if watch is None else WATCH_SECONDS)
+            except subprocess.TimeoutExpired:
+                if watch is None or not watch():
+                    raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import triton
 
+pytestmark = pytest.mark.slow
 MODULES = ("short_conv", "gated_norm", "gates")
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from stateflow_kernels import hopper
 from stateflow_kernels.aot import overwritten
+from stateflow_kernels.assembler import undefined
 
+pytestmark = pytest.mark.slow
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
 
 
@@ -46,6 +48,26 @@ def test_the_walks_use_tensor_cores_without_spilling(reports):
 
 def test_no_product_reads_a_buffer_that_is_being_filled(reports):
     assert not [r for r in reports if r["overwritten"]]
+
+
+def test_no_register_is_read_that_nothing_wrote(reports):
+    assert not [(r["case"], r["undefined"]) for r in reports if r["undefined"]]
+
+
+def test_a_register_that_nothing_wrote_is_found():
+    """As ptxas 12.8.93 assembled a product of 64 x 32 and 32 x 64: the low half of the left descriptor is never set."""
+    lines = """
+        /*1b60*/                   UIADD3 UR4, UR24, 0x1000, URZ ;             /* 0x0000100018047890 */
+        /*1bf0*/                   USGXT.U32 UR30, UR4, 0xe ;                  /* 0x0000000e041e789a */
+        /*1d00*/                   UIADD3 UR7, UP0, UR6, 0x2, URZ ;            /* 0x0000000206077890 */
+        /*1d60*/              @UP1 UIADD3.X UR5, UR6, -0x7fffffe0, URZ, UP0, !UPT ;
+        /*1da0*/                   UIADD3.64 UR8, UR4, 0x2, URZ ;
+        /*1e20*/                   HGMMA.64x64x16.F32.BF16 R56, R40, gdesc[UR6], R56, gsb0 ;
+        /*1e30*/                   HGMMA.64x64x16.F32.BF16 R56, gdesc[UR6], R56, gsb0 ;
+        /*1e40*/                   HGMMA.64x64x16.F32.BF16 R56, gdesc[UR32], R56, gsb0 ;"""
+    start = "        /*0010*/                   UMOV UR24, 0x400 ;"
+    assert undefined(start + lines) == ["1d00 UIADD3 UR6", "1e40 HGMMA.64x64x16.F32.BF16 UR32"]
+    assert undefined(start + start.replace("UR24", "UR6") + lines) == ["1e40 HGMMA.64x64x16.F32.BF16 UR32"]
 
 
 def test_a_single_buffer_under_products_in_flight_is_found():

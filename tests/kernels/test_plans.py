@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from stateflow_kernels import gated_delta_rule as launcher
 from stateflow_kernels import hopper, plans
 from stateflow_kernels.gated_delta_rule import Plan, Tile, default_plan
+from stateflow_kernels.mamba3_rule import Mamba3Plan
 from stateflow_kernels.plan_table import (
     Entry,
     Environment,
@@ -280,3 +281,9 @@ def test_where_the_walks_for_hopper_run(change, runs, monkeypatch):
     monkeypatch.setattr(hopper, "available", lambda device: values["available"])
     memory = torch.empty(1024, dtype=torch.bfloat16)[values["offset"] :]
     assert hopper.runs(SimpleNamespace(**values), values["tile"], memory) is runs
+
+
+def test_only_scans_may_have_eight_rows():
+    check_plan(Mamba3Plan(scan=Tile(8, 1, 8)))
+    with pytest.raises(ValueError, match="out: block_v = 8 must be a power of two from 16 to 256"):
+        check_plan(Mamba3Plan(out=Tile(8, 4, 2)))

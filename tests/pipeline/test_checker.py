@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
 
 from stateflow.pipeline.checker import ScheduleError, check_communication, check_schedule
-from stateflow.pipeline.lowering import lower
+from stateflow.pipeline.lowering import add_messages, lower
 from stateflow.pipeline.policies import build_schedule
 from stateflow.pipeline.schedule import Action, Kind, Schedule, in_flight_peaks
 
@@ -192,11 +192,12 @@ def communication_is_sound(lowered, stage_to_rank):
         if [receive for _, receive in sorted(pairs)] != sorted(receive for _, receive in pairs):
             return False
     for row in lowered:
-        last_compute = last_pair = None
+        last_compute, last_pair = None, {}  # the latter by edge: messages of other edges do not wait
         for action in row:
             if action in pair:
-                edges += [(x, pair[action]) for x in (last_compute, last_pair) if x is not None]
-                last_pair = pair[action]
+                edge = tuple(place[end][0] for end in pair[action])
+                edges += [(x, pair[action]) for x in (last_compute, last_pair.get(edge)) if x is not None]
+                last_pair[edge] = pair[action]
             else:
                 edges += [(last_compute, action)] if last_compute is not None else []
                 last_compute = action
@@ -229,7 +230,7 @@ def test_lowering_equals_torch(schedule):
     }
     expected = _add_send_recv(torchs, lambda stage: schedule.stage_to_rank[stage], schedule.num_stages)
     ours = [
-        [f"{a.stage}{a.kind}{schedule.unit(a.microbatch, a.chunk)}" for a in row] for row in lower(schedule)
+        [f"{a.stage}{a.kind}{schedule.unit(a.microbatch, a.chunk)}" for a in row] for row in add_messages(schedule)
     ]
     assert ours == [[str(action) for action in expected[rank]] for rank in range(schedule.num_ranks)]
 
@@ -440,11 +441,11 @@ LOWERED = (
         (0, "0F0.0", "7F0.0", "rank 0, step 0: 7F0.0 names stage 7; the last stage is 1"),
         (0, "0B1.0", "0B1.0 0SEND_B1.0", "rank 0, step 8: 0SEND_B1.0 has no stage -1 to talk to; remove it"),
         (
-            1,
-            "1RECV_F1.0 1B0.0 1SEND_B0.0",
-            "1B0.0 1SEND_B0.0 1RECV_F1.0",
-            "deadlock: rank 0, step 3: 0SEND_F1.0 waits for rank 1; "
-            "rank 1, step 3: 1SEND_B0.0 waits for rank 0; post",
+            0,
+            "0SEND_F0.0 0F1.0 0SEND_F1.0 0RECV_B0.0 0B0.0",
+            "0F1.0 0RECV_B0.0 0B0.0 0SEND_F0.0 0SEND_F1.0",
+            "deadlock: rank 0, step 3: 0B0.0 waits for 1SEND_B0.0 of rank 1; "
+            "rank 1, step 1: 1F0.0 waits for 0SEND_F0.0 of rank 0; move",
         ),
     ],
 )
@@ -458,6 +459,27 @@ def test_broken_communication_is_refused(rank, old, new, message):
     rows[rank] = rows[rank].replace(old, new)
     with pytest.raises(ScheduleError, match=message):
         check_communication(parse(rows), (0, 1))
+
+
+def test_messages_that_cross_pass_on_edges_of_their_own():
+    """Both ranks send before they receive: on one stream each would wait for the other."""
+    rows = LOWERED[0], LOWERED[1].replace("1RECV_F1.0 1B0.0 1SEND_B0.0", "1B0.0 1SEND_B0.0 1RECV_F1.0")
+    check_communication([[Action.parse(word) for word in row.split()] for row in rows], (0, 1))
+
+
+@given(random_schedules)
+def test_receives_are_posted_when_they_are_needed(schedule):
+    """Each directly before the action that needs it, unless an older message of its edge needs to go first."""
+    early = add_messages(schedule)
+    for rank, row in enumerate(lower(schedule)):
+        assert set(row) == set(early[rank]) and len(row) == len(early[rank])
+        for receive, following in zip(row, row[1:], strict=False):
+            if receive.kind in (Kind.RECV_F, Kind.RECV_B):
+                kinds = (F,) if receive.kind is Kind.RECV_F else (B, I)
+                own = following.kind in kinds and following.chunk == receive.chunk and (
+                    (following.stage, following.microbatch) == (receive.stage, receive.microbatch)
+                )
+                assert own or following.kind in (Kind.RECV_F, Kind.RECV_B)
 
 
 def test_missing_send_and_receive_are_refused_together():

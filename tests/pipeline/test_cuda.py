@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import time
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from stateflow.pipeline.split import split_model
 from stateflow.recompute import Recomputed
 from stateflow.working_weights import WorkingWeights
 from tests import cases
+from tests.pipeline.failing_rank import TIMEOUTS
+from tests.pipeline.test_failures import AWAITS_GRADIENT, start, survive
 
 pytestmark = pytest.mark.gpu
 
@@ -169,3 +173,35 @@ def test_long_runs_over_nccl_are_equal_to_the_bit_and_memory_stays(tmp_path):
             if rank == 1:
                 assert torch.stack(losses).isfinite().all()
                 assert (torch.stack(recorded[0]) - torch.stack(first[0])).abs().max() <= 1e-2 * first[0][0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("victim", "action", "awaited"),
+    [
+        (1, "1F0.1", AWAITS_GRADIENT),
+        (0, "0F0.1", "stage 1, forward of microbatch 0, chunk 1 (1F0.1), waits for the activation of microbatch 0, "
+                     "chunk 1 from stage 0 on rank 0"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
+def test_a_lost_rank_ends_the_other_over_nccl(tmp_path, signal_name, victim, action, awaited):
+    processes = start("nccl", tmp_path, victim, signal_name, action)
+    status, errors, seconds = survive(processes, victim)
+    assert status == 1, errors
+    assert f"StateFlow: rank {1 - victim}, {awaited}: no progress for " in errors
+    # The step before is through, and the process ends a little before NCCL's own watchdog would abort it.
+    assert 0.5 * TIMEOUTS["nccl"] <= seconds <= TIMEOUTS["nccl"] + 5.0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_sigterm_tells_the_place_over_nccl(tmp_path):
+    processes = start("nccl", tmp_path, 1, "SIGSTOP", "1F0.1", "sigterm")
+    assert processes[0].stdout.readline() == "step done\n"
+    time.sleep(3.0)
+    processes[0].send_signal(signal.SIGTERM)
+    _, errors = processes[0].communicate(timeout=60)
+    processes[1].kill()
+    processes[1].communicate()
+    assert processes[0].returncode == 128 + signal.SIGTERM
+    assert f"StateFlow: rank 0, {AWAITS_GRADIENT}: ended by SIGTERM" in errors

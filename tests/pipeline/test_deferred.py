@@ -168,6 +168,7 @@ def one_layer_step(kind, recompute, split, compiled=True):
     return after_i, gradients(), expected, held, products
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 @pytest.mark.parametrize(("kind", "projections"), [("gdn", 10), ("attention", 7)])
 def test_compiled_blocks_leave_their_projections_to_w(kind, projections, recompute):

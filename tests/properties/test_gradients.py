@@ -39,6 +39,7 @@ def run_pipeline(model, plan, tokens, labels, *, policy="1f1b", ranks=1, per_ran
     return sum(float(x) for x in losses) * scale, grads, stages
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     kinds=layer_kinds, lengths=chunk_lengths, microbatches=st.integers(1, 3), ranks=st.integers(1, 3),
@@ -72,6 +73,7 @@ def test_every_gradient_equals_the_unchunked_reference(
     assert worst <= TOLERANCE, (name, worst)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     kinds=st.lists(st.sampled_from(["gdn", "mamba3", "attention"]), min_size=5, max_size=5), lengths=chunk_lengths,

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stateflow.loss import linear_cross_entropy, reference_cross_entropy
-from stateflow.recurrence import attention, gated_delta_rule, mamba3, short_conv
+from stateflow.recurrence import attention_parts, gated_delta_rule, mamba3, short_conv
 from tests.recurrence import test_gated_delta, test_prefix_attention, test_short_conv
 from tests.recurrence.op_testing import assert_close, documents, with_grads
 from tests.recurrence.recurrences import mamba3_inputs
@@ -81,16 +82,49 @@ def test_short_conv_(dtype, with_docs):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefix_attention_(dtype, prefix_len, with_docs):
     torch.manual_seed(0)
-    # 16 bits without documents takes the flash kernels; everything else several blocks of the own form.
+    # 16 bits without documents takes a library's kernels; everything else several blocks of the own form.
     inputs = test_prefix_attention.make_inputs(2, 600, prefix_len, 2, 3, 32, 32)
     docs = documents(2, 600, rate=0.01) if with_docs else None
     low, high = on_device(inputs, [True] * 5, dtype)
-    assert attention._fits_flash(low[0], low[2], docs) == (dtype == torch.bfloat16 and not with_docs)
+    operands = attention_parts.Operands(*low[:3], *(x[:, :prefix_len] for x in low[3:]))
+    assert (attention_parts.choose(operands, docs) is not None) == (dtype == torch.bfloat16 and not with_docs)
     result = with_cpu_grads(
         test_prefix_attention.run(low, prefix_len, None if docs is None else docs.cuda()), low
     )
     expected = test_prefix_attention.run(high, prefix_len, docs, backend="reference")
     check(result, with_cpu_grads(expected, high), 1, dtype)
+
+
+@pytest.mark.parametrize("part", [attention_parts.CUDNN, attention_parts.FLASH])
+@pytest.mark.parametrize(
+    ("batch", "num_tokens", "prefix_len", "groups", "repeats", "head_dim"),
+    [(1, 512, 1024, 5, 4, 128), (1, 512, 0, 5, 4, 128), (2, 333, 701, 2, 3, 64), (1, 130, 2, 1, 4, 128)],
+)
+def test_attention_of_two_parts(part, batch, num_tokens, prefix_len, groups, repeats, head_dim, monkeypatch):
+    torch.manual_seed(0)
+    inputs = test_prefix_attention.make_inputs(
+        batch, num_tokens, prefix_len, groups, repeats, head_dim, head_dim
+    )
+    low, high = on_device(inputs, [True] * 5, torch.bfloat16)
+    operands = attention_parts.Operands(*low[:3], *(x[:, :prefix_len] for x in low[3:]))
+    if not part.fits(operands):
+        pytest.skip(f"{type(part).__name__} does not take this shape here")
+    monkeypatch.setattr(attention_parts, "choose", lambda *_: part)
+    monkeypatch.setattr(attention_parts, "_refused", set())
+    result = with_cpu_grads(test_prefix_attention.run(low, prefix_len, None), low)
+    if num_tokens % 128 == 0:  # of odd lengths cuDNN may think better
+        assert not attention_parts._refused
+    expected = test_prefix_attention.run(high, prefix_len, None, backend="reference")
+    check(result, with_cpu_grads(expected, high), 1, torch.bfloat16)
+
+
+def test_cudnn_is_taken_on_hopper_unless_switched_off():
+    inputs = [torch.randn(1, 256, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
+    operands = attention_parts.Operands(*inputs)
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    assert attention_parts.choose(operands, None) is (attention_parts.CUDNN if hopper else attention_parts.FLASH)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert attention_parts.choose(operands, None) is attention_parts.FLASH
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

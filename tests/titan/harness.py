@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import itertools
 import os
+import random
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +34,15 @@ class Run:
     validation: dict[int, float] = field(default_factory=dict)
 
 
+# Below the ports that systems give to whoever asks for any: between here and the workers' use nobody gets one of them.
+_PORTS = itertools.count(random.SystemRandom().randrange(10_000))
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
+    for number in _PORTS:
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("localhost", port := 20_000 + number % 10_000))
+            return port
 
 
 def parse(args: list[str]):
@@ -53,7 +62,19 @@ def parse_arguments(arguments: list[str]):
     return ConfigManager().parse_args(list(arguments))
 
 
+@functools.cache
+def _settle() -> None:
+    """Once a process: what the imports made stays, so the collections below and the Trainer's need not look at it."""
+    import torchtitan.train  # noqa: F401
+
+    import stateflow.titan.verify  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
 def _enter(rank: int, world_size: int, port: int) -> None:
+    _settle()
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="localhost", MASTER_PORT=str(port), LOG_RANK="0",
@@ -61,8 +82,6 @@ def _enter(rank: int, world_size: int, port: int) -> None:
 
 
 def _leave() -> None:
-    import gc
-
     if dist.is_initialized():
         dist.destroy_process_group()
     torch._dynamo.reset()

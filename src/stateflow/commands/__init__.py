@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stateflow.planning.analytic import Analytic
     from stateflow.planning.job import Job
 
-NAMES = ("plan", "simulate", "draw", "sweep", "schedule", "compare")
+NAMES = ("plan", "simulate", "predict", "draw", "sweep", "schedule", "compare")
 
 
 def register(commands) -> None:
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             raise ValueError(f"no such config: {config}")
         for name in ("ranks", "microbatches", "num_chunks"):
             value = getattr(options, name, None)
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: the least is 1")
         return options.run(options, list(overrides))
     except ValueError as error:

@@ -254,7 +254,10 @@ class Profiler:
             def measure(start: int, length: int, part=part):
                 return self.stages.measure(job, part, variant.split, start, length)
 
-            found.append((same, (self.key(variant, same), measure, wanted)))
+            facts = key_facts(self.config, job, same, variant.split)
+            key = hashlib.sha256(json.dumps(list(facts.values())).encode()).hexdigest()[:16]
+            self.cache.describe(key, json.loads(json.dumps(facts)))
+            found.append((same, (key, measure, wanted)))
         return found
 
     def profile(self, key: str, measure, wanted, budget):
@@ -273,21 +276,29 @@ class Profiler:
         end = "\r" if sys.stderr.isatty() else "\n"
         print(f"  [{bar}] {self.done:3d} of {self.total}: {text:<52}", end=end, file=sys.stderr, flush=True)
 
-    def key(self, variant, same) -> str:
-        """What a measured point depends on, as a short hash."""
-        import torch
 
-        from stateflow.planning.plan_file import model_digest
+def key_facts(config, job, same, split: bool) -> dict:
+    """What a measured point of a stage depends on. ``same`` is (kinds of its layers, embeds tokens, has the head)."""
+    import torch
 
-        job, config = variant.job, self.config
-        facts = (
-            model_digest(job.model), same, str(job.compute_dtype), job.microbatch_size, job.recompute,
-            job.recompute_every if job.recompute == "selective" else 0, variant.split, job.tensor_parallel,
-            config.stateflow.sequence_parallel_norms, config.compile.enable, job.model.backend,
-            config.stateflow.reset_at_documents, torch.__version__,
-            torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        )  # fmt: skip
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    from stateflow.planning.plan_file import model_digest
+
+    return {
+        "model": model_digest(job.model),
+        "stage": same,
+        "dtype": str(job.compute_dtype),
+        "microbatch_size": job.microbatch_size,
+        "recompute": job.recompute,
+        "recompute_every": job.recompute_every if job.recompute == "selective" else 0,
+        "split": split,
+        "tensor_parallel": job.tensor_parallel,
+        "sequence_parallel_norms": config.stateflow.sequence_parallel_norms,
+        "compile": config.compile.enable,
+        "backend": job.model.backend,
+        "reset_at_documents": config.stateflow.reset_at_documents,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+    }
 
 
 def _lengths(job, num_chunks: int, skew: float) -> tuple[int, ...]:

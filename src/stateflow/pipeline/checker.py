@@ -13,7 +13,6 @@ gradients of projections in I, on every stage, so nothing waits for W.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 from stateflow.pipeline.schedule import Action, Kind, Schedule, ScheduleError, in_flight_peaks
@@ -41,8 +40,8 @@ def check_communication(lowered: Sequence[Sequence[Action]], stage_to_rank: Sequ
 
     SEND_F of stage s pairs with RECV_F of stage s+1, SEND_B of stage s with RECV_B of stage s-1. Between two
     ranks the k-th send meets the k-th receive (messages carry no tag). The deadlock model has no buffers: a
-    rank executes its sends and receives one at a time in the order of its list, each only together with its
-    partner; posting them does not block, but an action of computation waits for its own receive.
+    message passes when both ends have posted it and all earlier ones of the same edge, from one rank to another, have
+    passed; posting does not block, but an action of computation waits for its own receive.
 
     Raises:
         ScheduleError: naming the first thing that is wrong, its rank and step, and what to change.
@@ -333,42 +332,41 @@ def _check_message_order(lowered: Sequence[Sequence[Action]], stage_to_rank: Seq
 
 
 def _check_rendezvous(lowered: Sequence[Sequence[Action]], stage_to_rank: Sequence[int]) -> None:
-    """Execute the messages in the model of ``check_communication``.
+    """Execute the lists in the model of ``check_communication``.
 
-    Computation needs no turn here: it waits for a receive that stands before it in its rank's list, and what
-    is posted after it could not be executed before that receive anyway. Which operation meets which is fixed,
-    so no step can spoil another and one run in any order decides.
+    A computation can go on when the send of its message has been posted: the receive stands before it in its rank's
+    list, and so do, on both sides, all earlier messages of the edge. Nothing that one rank does can spoil another's
+    progress, so one run in any order decides.
     """
-    waiting = [
-        deque((step, action) for step, action in enumerate(row) if not action.is_compute) for row in lowered
-    ]
+    step = [0] * len(lowered)
+    posted: set[Action] = set()
 
-    def peer_of(rank: int) -> int:
-        return stage_to_rank[_partner(waiting[rank][0][1]).stage]
+    def awaited(rank: int) -> Action | None:
+        """The send that the next action of ``rank`` waits for."""
+        action = lowered[rank][step[rank]]
+        kind = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
+        receive = Action(action.stage, kind, action.microbatch, action.chunk)
+        needs = action.is_compute and action.kind is not Kind.W and receive in receives
+        return _partner(receive) if needs and _partner(receive) not in posted else None
 
-    def execute(rank: int) -> bool:
-        """Complete the oldest operation of ``rank`` if it is also its peer's oldest."""
-        if not waiting[rank]:
-            return False
-        peer = peer_of(rank)
-        if waiting[peer][0][1] != _partner(waiting[rank][0][1]):
-            return False
-        waiting[rank].popleft()
-        waiting[peer].popleft()
-        return True
-
-    ranks = range(len(lowered))
-    while any([execute(rank) for rank in ranks]):  # a list, so that every rank takes its turn
-        pass
-    stuck = [rank for rank in ranks if waiting[rank]]
-    if stuck:
-        waits = []
-        for rank in _cycle({rank: peer_of(rank) for rank in stuck}):
-            step, action = waiting[rank][0]
-            waits.append(f"rank {rank}, step {step}: {action} waits for rank {peer_of(rank)}")
-        raise ScheduleError(
-            f"deadlock: {'; '.join(waits)}; post all sends and their receives in one common order"
-        )
+    receives = {action for row in lowered for action in row if action.kind in (Kind.RECV_F, Kind.RECV_B)}
+    unfinished = [rank for rank, row in enumerate(lowered) if row]
+    while unfinished:
+        before = list(step)
+        for rank in unfinished:
+            while step[rank] < len(lowered[rank]) and awaited(rank) is None:
+                posted.add(lowered[rank][step[rank]])
+                step[rank] += 1
+        unfinished = [rank for rank in unfinished if step[rank] < len(lowered[rank])]
+        if step == before:
+            waits = []
+            for rank in _cycle({rank: stage_to_rank[awaited(rank).stage] for rank in unfinished}):
+                send = awaited(rank)
+                waits.append(
+                    f"rank {rank}, step {step[rank]}: {lowered[rank][step[rank]]} waits for {send} of rank "
+                    f"{stage_to_rank[send.stage]}"
+                )
+            raise ScheduleError(f"deadlock: {'; '.join(waits)}; move the sends that are waited for up")
 
 
 # ---- shared

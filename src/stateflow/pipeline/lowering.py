@@ -1,20 +1,34 @@
-"""Lowering: from a table of compute actions to one with sends and receives, by torch's rule.
+"""Lowering: from a table of compute actions to one with sends and receives.
 
-The ranks are visited in order, again and again; each appends its next compute action if that action's input
-is there. An action whose result another rank needs is followed at once by its send, and the receive goes to
-the end of the receiver's list at the same moment. So all pairs (send, receive) stand in one global order of
-which each rank sees a part, which is why ranks that execute their operations in list order cannot deadlock.
+First by torch's rule. The ranks are visited in order, again and again; each appends its next compute action if that
+action's input is there. An action whose result another rank needs is followed at once by its send, and the receive
+goes to the end of the receiver's list at the same moment. So between two ranks receives have the order of the sends.
+
+Then every receive moves down to the action that needs it: one that is posted while its message is not yet there keeps
+multiprocessors busy with waiting (see ``edges``). Messages of one edge stay in their order.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
 
 from stateflow.pipeline.schedule import Action, Kind, Schedule, ScheduleError
 
 
 def lower(schedule: Schedule) -> list[list[Action]]:
-    """The table of ``schedule`` with its sends and receives; equals torch's ``_add_send_recv``.
+    """The table of ``schedule`` with its sends and receives, these as late as they are needed.
 
     Between stages of one rank nothing is sent.
+
+    Raises:
+        ScheduleError: if no rank can go on (``check_schedule`` names the cause).
+    """
+    return [_receive_late(row, schedule) for row in add_messages(schedule)]
+
+
+def add_messages(schedule: Schedule) -> list[list[Action]]:
+    """The table with its sends and receives, these as early as possible; equals torch's ``_add_send_recv``.
 
     Raises:
         ScheduleError: if no rank can go on (``check_schedule`` names the cause).
@@ -38,6 +52,34 @@ def lower(schedule: Schedule) -> list[list[Action]]:
             raise ScheduleError(f"no rank can go on ({stuck}); check_schedule names the relation to repair")
         unfinished = [rank for rank in unfinished if step[rank] < len(schedule.table[rank])]
     return lowered
+
+
+def edges_of(schedule: Schedule) -> set[tuple[int, int]]:
+    """Which rank sends to which."""
+    ranks = schedule.stage_to_rank
+    forward = {(a, b) for a, b in zip(ranks, ranks[1:], strict=False) if a != b}
+    return forward | {(b, a) for a, b in forward}
+
+
+def _receive_late(row: Sequence[Action], schedule: Schedule) -> list[Action]:
+    """Every receive directly before the action that needs it, or that needs a later message from the same rank."""
+    waiting: dict[int, deque[Action]] = {}  # by sender: the receives that are still to be posted, oldest first
+    late: list[Action] = []
+    for action in row:
+        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            sender = schedule.stage_to_rank[action.stage + (-1 if action.kind is Kind.RECV_F else 1)]
+            waiting.setdefault(sender, deque()).append(action)
+            continue
+        if action.is_compute:
+            kind = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
+            needed = Action(action.stage, kind, action.microbatch, action.chunk)
+            for receives in waiting.values():
+                if action.kind is not Kind.W and needed in receives:
+                    while late[-1:] != [needed]:
+                        late.append(receives.popleft())
+        late.append(action)
+    assert not any(waiting.values()), "every receive has an action that needs it"
+    return late
 
 
 def _needs_input(action: Action, num_stages: int) -> bool:

@@ -1,10 +1,10 @@
 """The schedule on top of torch.distributed.pipelining: ``StateFlowStage`` and ``ScheduleStateFlow``.
 
-This is the only file that touches torch's private pipelining names.  What torch provides: the executor of a lowered
+Only this file and ``edges`` touch torch's private pipelining names.  What torch provides: the executor of a lowered
 table, FSDP2's unshard/reshard/reduce, DDP's no-sync, profiling ranges.  What is ours: the order (``policies``), its
-check (``checker``), lowering, splitting along (batch, sequence), boundary states (``stage``), the split of the backward
-(``deferred``), buffers and sends (``transport``), and losses by unit.  torch's microbatch index is the unit
-``a * N + i`` here.
+check (``checker``), lowering, splitting along (batch, sequence), boundary states (``stage``), the split of the
+backward (``deferred``), buffers and sends (``transport``), process groups (``edges``), their failure (``progress``,
+``watchdog``), and losses by unit.  torch's microbatch index is the unit ``a * N + i`` here.
 
 Tested on torch 2.11 and 2.13: whatever moved between these releases (metadata inference, receive infos, signatures of
 private hooks) is overridden rather than adapted to.
@@ -21,21 +21,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _batch_p2p,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
 
 from stateflow.chunks import ChunkPlan, chunk_documents
 from stateflow.pipeline.checker import check_communication, check_schedule
-from stateflow.pipeline.lowering import lower
+from stateflow.pipeline.edges import Edges
+from stateflow.pipeline.lowering import edges_of, lower
 from stateflow.pipeline.policies import build_schedule
+from stateflow.pipeline.progress import Message
 from stateflow.pipeline.schedule import Action, Kind, Schedule
 from stateflow.pipeline.stage import ChunkStage, LossFunction
-from stateflow.pipeline.transport import BufferPool, Message, SendLedger, arrival_proofs
+from stateflow.pipeline.transport import BufferPool, SendLedger, arrival_proofs
+from stateflow.pipeline.watchdog import Watchdog, make_progress
 
 ActionHook = Callable[[Action], AbstractContextManager]
 
@@ -76,13 +74,16 @@ class StateFlowStage(PipelineStage):
             module, plan, activation_dtype, is_last=self.is_last, name=f"stage {stage_index}", track_usage=track_usage
         )
         self.pool = BufferPool(self.device)
-        self.ledger = SendLedger()
+        self.progress = make_progress(self.group, self.device)
+        self.ledger = SendLedger(self.progress)
+        self.edges: Edges | None = None  # the schedule's
         self.action_hook: ActionHook | None = None
         self.loss_scale: float | Tensor = 1.0
         self.unit_outputs: dict[int, object] = {}
         self._activations: dict[int, Tensor] = {}  # inputs of forwards to come: received or from a stage on this rank
         self._gradients: dict[int, Tensor | None] = {}
         self._buffers: dict[tuple[str, int], Tensor] = {}  # the pool's, by ("F" | "B", unit)
+        self._receives: dict[tuple[str, int], list[dist.Work]] = {}
         self._outbox: dict[tuple[str, int], Tensor] = {}
 
     # ---- torch's metadata: shapes are known from the plan, so nothing is inferred and nothing allocated up front
@@ -98,30 +99,31 @@ class StateFlowStage(PipelineStage):
         return None
 
     def _get_init_p2p_neighbors_ops(self):
-        # With several stages a rank a neighbour may be this rank itself; gloo cannot send to itself.
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+        return []  # edges are connected when they are made
 
     # ---- communication
     def _unit(self, u: int) -> tuple[int, int]:
         return divmod(u, self.plan.num_chunks)
 
-    def _recv(self, direction: str, u: int, peer_stage: int) -> list[dist.P2POp]:
-        _, chunk = self._unit(u)
+    # torch gets no operations to start and wait for, as it would not say which one failed; and it would keep the Work
+    # of sends, and the tensors, until the end of the step.
+    def _recv(self, direction: str, u: int, peer_stage: int) -> list:
+        a, chunk = self._unit(u)
+        peer = self.stage_index_to_group_rank[peer_stage]
         shape = (self.microbatch_size, self.plan.lengths[chunk], self.hidden_size)
         buffer = self._buffers[direction, u] = self.pool.take(shape, self.activation_dtype)
         inbox = self._activations if direction == "F" else self._gradients
         inbox[u] = buffer.detach()  # an alias, so that the pooled tensor itself never joins a graph
-        return [dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=self.stage_index_to_group_rank[peer_stage])]
+        kind = Kind.RECV_F if direction == "F" else Kind.RECV_B
+        with self.progress.action(Action(self.stage_index, kind, a, chunk)), self.progress.with_peer(peer):
+            self._receives[direction, u] = self.edges.receive(buffer, peer)
+        return []
 
     def _send(self, kind: Kind, u: int, tensor: Tensor, peer_stage: int) -> list:
         peer = self.stage_index_to_group_rank[peer_stage]
-
-        def start(t: Tensor) -> list:
-            # The same helper as torch's receives: single and batched operations use different NCCL communicators.
-            return _batch_p2p([dist.P2POp(dist.isend, t, group=self.group, group_peer=peer)])
-
-        self.ledger.post((kind, self.stage_index, *self._unit(u)), tensor, start)
-        return []  # the ledger owns the Work; torch would keep it, and the tensor, until the end of the step
+        with self.progress.action(Action(self.stage_index, kind, *self._unit(u))):
+            self.ledger.post((kind, self.stage_index, *self._unit(u)), tensor, peer, self.edges.send)
+        return []
 
     def get_fwd_recv_ops(self, u: int):
         return [] if self.is_first else self._recv("F", u, self.stage_index - 1)
@@ -151,9 +153,18 @@ class StateFlowStage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs, u: int) -> None:
         self._gradients[u] = next_stage_bwd_outputs
 
-    def _arrived(self, kind: Kind, u: int, sender: int) -> None:
+    def _await(self, kind: Kind, u: int, sender: int) -> None:
+        """Waits for a message to this stage: the host with gloo, the current stream with NCCL."""
         message: Message = (kind, sender, *self._unit(u))
+        works = self._receives.pop(("F" if kind is Kind.SEND_F else "B", u), ())
+        if works:  # none from a stage on this rank
+            with self.progress.with_peer(self.stage_index_to_group_rank[sender], message):
+                for work in works:
+                    self.progress.wait(work)
         self.ledger.received(message)
+
+    def _acting(self, kind: Kind, u: int) -> AbstractContextManager:
+        return self.progress.action(Action(self.stage_index, kind, *self._unit(u)))
 
     def _release(self, direction: str, u: int) -> None:
         buffer = self._buffers.pop((direction, u), None)
@@ -167,15 +178,18 @@ class StateFlowStage(PipelineStage):
         return self.action_hook(Action(self.stage_index, kind, *self._unit(u)))
 
     def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, save_forward_output=True):
-        u = fwd_chunk_id
+        with self._acting(Kind.F, fwd_chunk_id):
+            return self._forward(fwd_chunk_id, args, kwargs or {})
+
+    def _forward(self, u: int, args, kwargs: dict):
         if self.is_first:
             (x,) = args
         else:
             x = self._activations.pop(u)
-            self._arrived(Kind.SEND_F, u, self.stage_index - 1)
+            self._await(Kind.SEND_F, u, self.stage_index - 1)
         training = self.has_backward and torch.is_grad_enabled()
         with self._timed(Kind.F, u):
-            output = self.units.forward(*self._unit(u), x, training=training, **(kwargs or {}))
+            output = self.units.forward(*self._unit(u), x, training=training, **kwargs)
         if self.is_last:
             self.unit_outputs[u] = output
         else:
@@ -189,25 +203,28 @@ class StateFlowStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
-        if not self.has_backward:
-            return
-        u = bwd_chunk_id
+        if self.has_backward:
+            kind = Kind.B if full_backward else Kind.I
+            with self._acting(kind, bwd_chunk_id):
+                self._backward(kind, bwd_chunk_id, last_backward)
+
+    def _backward(self, kind: Kind, u: int, last_backward: bool) -> None:
         grad = None
         if not self.is_last:
             grad = self._gradients.pop(u)
-            self._arrived(Kind.SEND_B, u, self.stage_index + 1)
-        with self._timed(Kind.B if full_backward else Kind.I, u):
+            self._await(Kind.SEND_B, u, self.stage_index + 1)
+        with self._timed(kind, u):
             grad_input = self.units.backward(
                 *self._unit(u), grad, loss_scale=self.loss_scale, engine=self._engine, last_backward=last_backward,
-                input_only=not full_backward,
+                input_only=kind is Kind.I,
             )  # fmt: skip
-            if full_backward:
+            if kind is Kind.B:
                 self._cast_deferred_gradients()
         if not self.is_first:
             if grad_input is None:  # a part without any trainable path to its input
                 grad_input = self._zero_gradient(u)
             self._outbox["B", u] = grad_input
-        if full_backward:
+        if kind is Kind.B:
             self._release("F", u)
             self._release("B", u)
 
@@ -215,7 +232,7 @@ class StateFlowStage(PipelineStage):
         if not self.has_backward:
             return
         u = bwd_chunk_id
-        with self._timed(Kind.W, u):
+        with self._acting(Kind.W, u), self._timed(Kind.W, u):
             self.units.weight_backward(*self._unit(u))
             self._cast_deferred_gradients()
         # Only now: a projection may have kept what was received.
@@ -267,7 +284,8 @@ class StateFlowStage(PipelineStage):
         if self.units._units or self._buffers or self._outbox:  # the previous step raised
             self.pool.clear()
             self.ledger.clear()
-        for held in (self._activations, self._gradients, self._buffers, self._outbox, self.unit_outputs):
+        mine = (self._activations, self._gradients, self._buffers, self._receives, self._outbox, self.unit_outputs)
+        for held in mine:
             held.clear()
         self.units.reset()
         self.output_chunks.clear()
@@ -326,12 +344,16 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
                 stage.split_backward()
         self._compare_ranks(stages[0].group)
 
-        ledger = SendLedger(arrival_proofs(self.lowered, schedule.stage_to_rank, self.rank))
+        progress = stages[0].progress
+        ledger = SendLedger(progress, arrival_proofs(self.lowered, schedule.stage_to_rank, self.rank))
         pool = BufferPool(stages[0].device)
+        self._edges = Edges(stages[0].group or dist.group.WORLD, edges_of(schedule), stages[0].device)
         for stage in stages:
-            stage.ledger, stage.pool, stage.action_hook = ledger, pool, action_hook
+            stage.progress, stage.ledger, stage.pool, stage.action_hook = progress, ledger, pool, action_hook
+            stage.edges = self._edges
             stage.units.loss_fn = loss_fn if stage.is_last else None
-        self.ledger, self.pool = ledger, pool
+        self.progress, self.ledger, self.pool = progress, ledger, pool
+        self._watchdog = Watchdog(progress, stages[0].device)
         self._forward_order = {
             r: [a for a in actions if a.computation_type.value in _FORWARD_ONLY]
             for r, actions in self.pipeline_order_with_comms.items()
@@ -413,10 +435,13 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
             stage.has_backward = self._has_backward
             stage.loss_scale = loss_scale
             stage.clear_runtime_states()
-        # A target is only for the last of this rank's stages; torch hands one kwargs dict to all of them.
-        self._step_microbatches(arg_units, kwarg_units, None, losses, return_outputs)
-        for stage in self._stages:
-            stage.finish_step()
+        self._edges.follow_timeout()
+        self._watchdog.start()
+        with self.progress.step():
+            # A target is only for the last of this rank's stages; torch hands one kwargs dict to all of them.
+            self._step_microbatches(arg_units, kwarg_units, None, losses, return_outputs)
+            for stage in self._stages:
+                stage.finish_step()
         outputs = None
         for stage in self._stages:
             if stage.is_last:

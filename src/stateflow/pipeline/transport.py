@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from stateflow.pipeline.progress import Message, Progress
 from stateflow.pipeline.schedule import Action, Kind
-
-Message = tuple[Kind, int, int, int]  # (SEND_F or SEND_B, sending stage, microbatch, chunk)
 
 
 class BufferPool:
@@ -88,15 +87,17 @@ def arrival_proofs(lowered: Sequence[Sequence[Action]], stage_to_rank: Sequence[
 class SendLedger:
     """Sends of one rank that have not been retired; shared by the rank's stages."""
 
-    def __init__(self, proofs: dict | None = None):
-        self.proofs = proofs or {}
-        self._pending: dict[Message, tuple[list, Tensor]] = {}
+    def __init__(self, progress: Progress, proofs: dict | None = None):
+        self.progress, self.proofs = progress, proofs or {}
+        self._pending: dict[Message, tuple[list, Tensor, int]] = {}
         self.peak_pending = 0
+        progress.pending = lambda: list(self._pending)
 
-    def post(self, message: Message, tensor: Tensor, send: Callable[[Tensor], Iterable]) -> None:
-        """Starts a send; the tensor is kept alive until the send is retired."""
+    def post(self, message: Message, tensor: Tensor, peer: int, send: Callable[[Tensor, int], Iterable]) -> None:
+        """Starts a send to rank ``peer``; the tensor is kept alive until the send is retired."""
         tensor = tensor.contiguous()  # gloo and NCCL send raw memory
-        self._pending[message] = (list(send(tensor)), tensor)
+        with self.progress.with_peer(peer):
+            self._pending[message] = (list(send(tensor, peer)), tensor, peer)
         self.peak_pending = max(self.peak_pending, len(self._pending))
 
     def received(self, message: Message) -> None:
@@ -116,6 +117,9 @@ class SendLedger:
         self._pending.clear()
 
     def _wait(self, message: Message) -> None:
-        works, _tensor = self._pending.pop(message, ((), None))
-        for work in works:
-            work.wait()
+        works, _tensor, peer = self._pending.get(message, ((), None, -1))
+        if works:
+            with self.progress.with_peer(peer, message, sent=True):
+                for work in works:
+                    self.progress.wait(work)
+        self._pending.pop(message, None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -61,6 +61,7 @@ class LayerCost:
 
 def layer_cost(config: ModelConfig, kind: str, degree: int, dtype: torch.dtype) -> LayerCost:
     """Counts one layer of ``kind`` under tensor parallelism of ``degree`` for activations of ``dtype``."""
+    config = replace(config, backend="chunk")  # kernels do not run on the meta device, whatever the config asks of them
     with torch.device("meta"):
         block = Block(config.dim, MIXERS[kind](config), config.ffn_dim, config.norm_eps)
     held = cut_by_heads(block, degree)
@@ -190,9 +191,18 @@ class StageCost:
 
 def stage_costs(job: Job) -> list[StageCost]:
     """The stages of a job, in order."""
-    kinds = set(job.model.layer_kinds())
-    costs = {kind: layer_cost(job.model, kind, job.tensor_parallel, job.compute_dtype) for kind in kinds}
+    costs = _layer_costs(job)
     return [_stage_cost(job, part, costs) for part in job.parts]
+
+
+def stage_cost(job: Job, part: Sequence[str]) -> StageCost:
+    """A stage of these modules, whether or not it is one of the job's."""
+    return _stage_cost(job, part, _layer_costs(job))
+
+
+def _layer_costs(job: Job) -> dict[str, LayerCost]:
+    kinds = set(job.model.layer_kinds())
+    return {kind: layer_cost(job.model, kind, job.tensor_parallel, job.compute_dtype) for kind in kinds}
 
 
 def _stage_cost(job: Job, part: Sequence[str], costs: dict[str, LayerCost]) -> StageCost:

@@ -50,9 +50,9 @@ TOGETHER = (((32, 2), (32, 2)), ((16, 3), (16, 2)))
 BESIDE = 3  # so many of the fastest tiles of a walk are also tried beside other kernels
 
 
-# Mamba-3's. The scans move states, a few columns of N at a time; the backward one leaves sums for each block of them.
-_SCAN = tuple((columns, warps, stages) for columns in (16, 32, 64) for warps in (2, 4) for stages in (3, 4, 6))
-_SCAN_LAUNCHES = tuple((0, warps, stages) for warps in (2, 4, 8) for stages in (2, 3, 4, 6))
+# Mamba-3's. The scans move states, a few columns of P at a time; the backward one leaves sums for each block of them.
+_SCAN = tuple((columns, warps, stages) for columns in (8, 16) for warps in (1, 2) for stages in (4, 6, 8))
+_SCAN_LAUNCHES = tuple((0, warps, stages) for warps in (1, 2) for stages in (4, 6, 8))
 _LAUNCHES = ((0, 4, 2), (0, 8, 2), (0, 4, 3))
 
 
@@ -99,7 +99,7 @@ def candidate_tiles(kernel: str, shape: Shape, default: Tile) -> list[Tile]:
     """The default first, then those worth a try for heads of this width."""
     found = [default]
     for columns, *launch in FAMILIES[shape.family].candidates(kernel):
-        widest = max(16, 1 << ((shape.k_dim if kernel == "scan" else shape.v_dim) - 1).bit_length())
+        widest = max(16, 1 << (shape.v_dim - 1).bit_length())
         if columns <= widest:
             found.append(Tile(columns or default.block_v, *launch))
     return list(dict.fromkeys(found))

@@ -280,6 +280,9 @@ def coarse(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [point for point in points if point[1] in (*lengths[:2], max(lengths))]
 
 
+ABOUT = "about "  # in front of a key: what it stands for
+
+
 class Cache:
     """Measured points in a JSON file, written after each, so that an interrupted search goes on where it was."""
 
@@ -298,6 +301,23 @@ class Cache:
 
     def put(self, key: str, point: Point) -> None:
         self.points[f"{key} {point.start} {point.length}"] = asdict(point)
+        self._write()
+
+    def describe(self, key: str, facts: dict) -> None:
+        """Keeps in words what ``key`` stands for, for readers on other machines."""
+        if self.points.get(f"{ABOUT}{key}") != facts:
+            self.points[f"{ABOUT}{key}"] = facts
+            self._write()
+
+    def described(self) -> dict[str, dict]:
+        """The facts of each key that has some."""
+        return {name.removeprefix(ABOUT): facts for name, facts in self.points.items() if name.startswith(ABOUT)}
+
+    def all_of(self, key: str) -> list[Point]:
+        """All points measured of ``key``."""
+        return [Point(**entry) for name, entry in self.points.items() if name.startswith(f"{key} ")]
+
+    def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(self.points, indent=0) + "\n")

@@ -50,7 +50,7 @@ class Measured(Analytic):
     def use(self, profiles: Sequence[StageProfile]) -> Measured:
         distinct = {id(profile): profile.surfaces() for profile in profiles}
         self.surfaces: list[dict[Kind, CostSurface]] = [distinct[id(profile)] for profile in profiles]
-        self.stages = [_with_measured_memory(s, p) for s, p in zip(self.stages, profiles, strict=True)]
+        self.stages = [with_measured_memory(s, p) for s, p in zip(self.stages, profiles, strict=True)]
         return self
 
     def _seconds(self, plan: ChunkPlan, kind: Kind, stage_index: int, chunk: int) -> float:
@@ -83,7 +83,7 @@ class Measured(Analytic):
         return max(w + self.job.num_microbatches * t for w, t in zip(way, work, strict=True))
 
 
-def _with_measured_memory(stage, profile: StageProfile):
+def with_measured_memory(stage, profile: StageProfile):
     """The stage with what its largest measured chunk saved and needed, where a GPU has counted it."""
     seen = [p for p in profile.points if not p.failed and p.saved_bytes is not None]
     # A chunk at 0 allocates the K/V window, too: look at others where there are some.

@@ -9,7 +9,8 @@ the diagonal, so every row has a finite maximum from then on and masked scores o
     dq = scale dS k;  dk = scale dS^T q
 
 Only q, k, v, the prefixes as they were given (views, never copied whole), o and lse live from forward to
-backward; no more than one block of scores (BLOCK_SIZES) a head exists at a time.
+backward; no more than one block of scores (BLOCK_SIZES) a head exists at a time. Where a library has kernels for the
+shape, two calls of it do the same (`attention_parts`).
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import attention_parts as parts
 from . import reference
-from .numerics import HALF_DTYPES, at_least_float32, product
+from .numerics import at_least_float32, product
 from .operation import Operation
 
 # Queries and keys a block. On a CPU the scores of one head should stay in the cache.
@@ -116,8 +118,9 @@ def _prefix_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The output and the logsumexp [B, H, T] of the scores. The gradient of the latter is not propagated."""
-    if _fits_flash(q_BTHK, v_BTGV, doc_start_BT):
-        return _flash_forward(q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV, scale)
+    operands = parts.Operands(q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV)
+    if (part := parts.choose(operands, doc_start_BT)) is not None:
+        return parts.run(part, parts.forward, operands, operands, scale)
     batch, num_tokens, num_heads, _ = q_BTHK.shape
     num_groups = k_BTGK.shape[2]
     num_queries, num_keys = _block_sizes(q_BTHK.device)
@@ -169,9 +172,9 @@ def _prefix_attention_backward(
     lse_BHT: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV)
-    if _fits_flash(q_BTHK, v_BTGV, doc_start_BT):
-        return _flash_backward(grad_o_BTHV, *inputs, output_BTHV, lse_BHT, scale)
+    inputs = parts.Operands(q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV)
+    if (part := parts.choose(inputs, doc_start_BT)) is not None:
+        return parts.run(part, parts.backward, inputs, grad_o_BTHV, inputs, output_BTHV, lse_BHT, scale)
     batch, num_tokens = q_BTHK.shape[:2]
     num_groups, dtype = k_BTGK.shape[2], q_BTHK.dtype
     num_queries, num_keys = _block_sizes(q_BTHK.device)
@@ -219,70 +222,6 @@ def _backward(ctx, grad_o_BTHV, _grad_lse):
 _prefix_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-# The flash kernels of torch, where they fit: one call without a mask over the prefix, one causal call over
-# the chunk, merged by their logsumexp. Given the merged output and logsumexp, the kernel's backward of each
-# part is that part's share of the gradient.
-
-
-def _fits_flash(q_BTHK: Tensor, v_BTGV: Tensor, doc_start_BT: Tensor | None) -> bool:
-    head_dim = q_BTHK.shape[3]
-    return (
-        q_BTHK.is_cuda
-        and torch.version.cuda is not None
-        and q_BTHK.dtype in HALF_DTYPES
-        and doc_start_BT is None
-        and v_BTGV.shape[3] == head_dim
-        and head_dim % 8 == 0
-        and head_dim <= 256
-        and torch.cuda.get_device_capability(q_BTHK.device) >= (8, 0)
-    )
-
-
-def _flash_part(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, causal: bool, scale: float):
-    return torch.ops.aten._flash_attention_forward(
-        q_BTHK, k_BSGK, v_BSGV, None, None, q_BTHK.shape[1], k_BSGK.shape[1], 0.0, causal, False, scale=scale
-    )[:4]
-
-
-def _flash_forward(
-    q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV, scale: float
-) -> tuple[Tensor, Tensor]:
-    output, lse_BHT, *_ = _flash_part(q_BTHK, k_BTGK, v_BTGV, True, scale)
-    if k_prefix_BSGK.shape[1] == 0:
-        return output.contiguous(), lse_BHT
-    prefix_output, prefix_lse_BHT, *_ = _flash_part(q_BTHK, k_prefix_BSGK, v_prefix_BSGV, False, scale)
-    merged_lse_BHT = torch.logaddexp(lse_BHT, prefix_lse_BHT)
-    share, prefix_share = (
-        (lse - merged_lse_BHT).exp().transpose(1, 2)[..., None] for lse in (lse_BHT, prefix_lse_BHT)
-    )
-    merged = share * output + prefix_share * prefix_output
-    return merged.to(q_BTHK.dtype, memory_format=torch.contiguous_format), merged_lse_BHT
-
-
-def _flash_backward(
-    grad_o_BTHV, q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV, output_BTHV, lse_BHT, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    # Without dropout the kernel does not read its random state.
-    no_random_state = torch.empty(2, dtype=torch.uint64, device=q_BTHK.device)
-    nothing = torch.empty((), dtype=torch.uint64, device=q_BTHK.device)
-    grad_o_BTHV = grad_o_BTHV.contiguous()
-
-    def part(k_BSGK: Tensor, v_BSGV: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.aten._flash_attention_backward(
-            *(grad_o_BTHV, q_BTHK, k_BSGK, v_BSGV, output_BTHV, lse_BHT),
-            *(None, None, q_BTHK.shape[1], k_BSGK.shape[1], 0.0, causal, no_random_state, nothing),
-            scale=scale,
-        )
-
-    grad_q, grad_k, grad_v = part(k_BTGK, v_BTGV, True)
-    if k_prefix_BSGK.shape[1] == 0:
-        grad_k_prefix, grad_v_prefix = torch.empty_like(k_prefix_BSGK), torch.empty_like(v_prefix_BSGV)
-    else:
-        prefix_grad_q, grad_k_prefix, grad_v_prefix = part(k_prefix_BSGK, v_prefix_BSGV, False)
-        grad_q = grad_q + prefix_grad_q
-    return tuple(x.contiguous() for x in (grad_q, grad_k, grad_v, grad_k_prefix, grad_v_prefix))
-
-
 def prefix_attention(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
@@ -305,8 +244,8 @@ def prefix_attention(
         doc_start_BT: None, or int64: the position, relative to the chunk's first token, of the first token of
             each token's document. Token t sees p iff p <= S + t and p >= S + doc_start[t].
         scale: factor of the scores; None is K^-0.5.
-        backend: "chunk" (blocks with online softmax, and torch's flash kernels for 16-bit inputs on an NVIDIA
-            GPU without documents), or "reference" for a full mask and a plain softmax.
+        backend: "chunk" (blocks with online softmax, and cuDNN's or torch's flash kernels for 16-bit inputs on
+            an NVIDIA GPU without documents), or "reference" for a full mask and a plain softmax.
 
     Returns:
         o_BTHV in q's dtype, accumulated in at least float32; differentiable in q, k, v and both prefixes.

@@ -17,11 +17,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
-from subprocess import STDOUT
+from subprocess import STDOUT, TimeoutExpired
 
 import torch
 import torch.distributed as dist
@@ -81,15 +81,52 @@ def run(
     """Measures the rows, prints the table as it grows, and returns 0 if the baseline and one other row ran."""
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise ValueError(f"--json {json_path}: there is no folder {json_path.absolute().parent}; create it first")
-    print(f"{_device_name()}, torch {torch.__version__}, {nproc} processes, {stages} stages, {dtype}")
+    print(f"{device_name()}, torch {torch.__version__}, {nproc} processes, {stages} stages, {dtype}")
     print(HEADER)
     done: list[Row] = []
+
+    def report(row: Row) -> None:
+        done.append(row)
+        print(format_row(row, baseline_of(done, row), nproc, stages, dtype), flush=True)
+        if json_path is not None:
+            json_path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in done))
+
+    log = None if json_path is None else json_path.with_suffix(".log")
+    measure_rows(
+        titan_args, rows, nproc=nproc, steps=steps, warmup=warmup, row_timeout=row_timeout, report=report, keep_log=log
+    )
+    good = [row for row in done if not row.error]
+    return 0 if any(row.name == "1F1B" for row in good) and len(good) > 1 else 1
+
+
+def measure_rows(
+    titan_args: Sequence[str], rows: Sequence[Row], *, nproc: int, steps: int, warmup: int, row_timeout: float,
+    report: Callable[[Row], None], keep_log: Path | None = None, go_on: Callable[[Row], bool] = lambda row: True,
+) -> None:
+    """Measures the rows in order in ``nproc`` processes, and tells ``report`` of each as soon as it is known.
+
+    A row that fails ends its processes; the next ones run in fresh ones, and the output of those that failed goes to
+    ``keep_log``. ``go_on`` is asked again and again with the row that runs: once it says no, everything ends there.
+    """
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder) / "rows.jsonl", Path(folder) / "log"
-        while len(done) < len(rows):
-            left = rows[len(done) :]
+        waiting = list(rows)
+
+        def follow() -> bool:
+            """Reports rows that are new in the results; whether to go on with the one after them."""
+            lines = results.read_text().splitlines(keepends=True) if results.exists() else []
+            for line in lines:
+                row = Row(**json.loads(line)) if line.endswith("\n") else None
+                # Of a row that failed on several ranks the first word counts.
+                if row is not None and waiting and row.overrides == waiting[0].overrides:
+                    del waiting[0]
+                    report(row)
+            return not waiting or go_on(waiting[0])
+
+        while waiting and go_on(waiting[0]):
+            number = len(waiting)
             options = {
-                "rows": [asdict(row) for row in left], "steps": steps, "warmup": warmup, "timeout": row_timeout,
+                "rows": [asdict(row) for row in waiting], "steps": steps, "warmup": warmup, "timeout": row_timeout,
                 "results": str(results),
             }
             results.unlink(missing_ok=True)
@@ -101,38 +138,32 @@ def run(
                 "-m", "stateflow.titan.bench", *titan_args,
             ]
             with log.open("w") as stream:
-                status = run_to_its_end(command, env=env, stdout=stream, stderr=STDOUT)
+                try:
+                    status = run_to_its_end(command, env=env, stdout=stream, stderr=STDOUT, watch=follow)
+                except TimeoutExpired:
+                    follow()
+                    return
+            follow()
+            if status and keep_log is not None:
+                keep_log.write_text(log.read_text(errors="replace")[-100_000:])
             lines = results.read_text().splitlines() if results.exists() else []
-            measured = []
-            for line in lines:
-                row = Row(**json.loads(line))
-                # Of a row that failed on several ranks the first word counts.
-                if not any(row.overrides == other.overrides for other in measured):
-                    measured.append(row)
-            if not measured or (status and not measured[-1].error):
+            spoken = bool(lines) and bool(json.loads(lines[-1])["error"])
+            if waiting and not spoken and (status or len(waiting) == number):
                 # The row that ended its processes without a word.
-                lost = left[len(measured)] if len(measured) < len(left) else None
-                if lost is not None:
-                    lost.error = f"failed: {_last_error(log)}"
-                    measured.append(lost)
-            for row in measured:
-                done.append(row)
-                print(format_row(row, _baseline(done, row), nproc, stages, dtype), flush=True)
-            if json_path is not None:
-                if status:
-                    json_path.with_suffix(".log").write_text(log.read_text(errors="replace")[-100_000:])
-                json_path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in done))
-    good = [row for row in done if not row.error]
-    return 0 if any(row.name == "1F1B" for row in good) and len(good) > 1 else 1
+                lost = waiting.pop(0)
+                lost.error = f"failed: {_last_error(log)}"
+                report(lost)
 
 
 def _last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    if any(line.startswith("Timeout (") for line in lines):  # of faulthandler
+        return "not done in time, see --row-timeout"
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     return (errors or lines or ["no output"])[-1][-300:]
 
 
-def _baseline(done: Sequence[Row], row: Row) -> Row | None:
+def baseline_of(done: Sequence[Row], row: Row) -> Row | None:
     for other in done:
         if other.name == "1F1B" and (other.seq_len, other.microbatches) == (row.seq_len, row.microbatches):
             return None if other.error else other
@@ -157,7 +188,7 @@ def format_row(row: Row, baseline: Row | None, world_size: int, stages: int, dty
     median = statistics.median(row.seconds)
     spread = (max(row.seconds) - min(row.seconds)) / median
     rate = row.tokens_per_second(world_size)
-    peak = next((f for name, f in PEAK_FLOPS.items() if name in _device_name()), None)
+    peak = next((f for name, f in PEAK_FLOPS.items() if name in device_name()), None)
     mfu = f"{100 * rate * row.flops_per_token / peak:.1f}" if peak else "-"
     speedup = bound = "-"
     if baseline is not None and baseline is not row:
@@ -173,8 +204,8 @@ def format_row(row: Row, baseline: Row | None, world_size: int, stages: int, dty
     return f"{head} {median:>8.3f} {100 * spread:>5.1f} % {rate:>10,.0f} {mfu:>6} {speedup:>8} {bound:>8}  {peaks}"
 
 
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+def device_name() -> str:
+    return torch.cuda.getdevice_name() if torch.cuda.is_available() else "cpu"
 
 
 # ------------------------------------------------------------------------- the workers

@@ -20,6 +20,7 @@ from stateflow.documents import COLUMNS
 from stateflow.pipeline.policies import loop_placement
 from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
 from stateflow.pipeline.trace import ActionTrace
+from stateflow.pipeline.watchdog import report_termination
 from stateflow.titan.config import make_plan, mixed_precision_alone, num_stages, weight_lag
 from stateflow.titan.config import policy as policy_of
 from stateflow.titan.data import TokenCounter, valid_tokens
@@ -218,6 +219,7 @@ def pipeline(model: nn.Module, parallel_dims, job_config, device, model_args, pa
         trace_folder=trace_folder(job_config, mesh),
         trace_steps=job_config.stateflow.trace_steps,
     )
+    report_termination(schedule.progress)
     logger.info(
         f"StateFlow: policy {schedule.schedule.policy}, {schedule.num_microbatches} microbatches x "
         f"{plan.num_chunks} chunks {list(plan.lengths)} over {count} stages on {mesh.size()} ranks"

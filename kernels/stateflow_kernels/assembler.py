@@ -1,0 +1,97 @@
+"""Which ptxas assembles the kernels, and a look at what it made.
+
+ptxas 12.8.93, which Triton 3.6.0 calls for Hopper, leaves out the write of a uniform register in kernels whose operands
+of products are narrower than 64 columns of 16 bits: descriptors of shared memory are then whatever was in the register,
+and the kernel reads outside of its memory (seen on an H200 with heads of 32 x 40). Triton ships a newer one beside it,
+for Blackwell, which assembles for every GPU and does not do this. So that one is called, unless the user names another.
+"""
+
+import functools
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import triton
+
+VARIABLE = "TRITON_PTXAS_PATH"
+# Versions that are replaced: from the first up to, but without, the second.
+BROKEN = ((12, 8), (12, 9))
+
+
+def bundled(name: str = "ptxas") -> Path:
+    """A program that comes with Triton."""
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def ptxas_path() -> Path:
+    """The assembler that Triton calls for GPUs before Blackwell."""
+    return Path(os.environ.get(VARIABLE) or bundled())
+
+
+@functools.cache
+def version_of(path: Path) -> str | None:
+    """Such as "12.8.93"; None if it does not run."""
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"V(\d+\.\d+\.\d+)", text)
+    return None if found is None else found[1]
+
+
+def _is_broken(version: str | None) -> bool:
+    return version is not None and BROKEN[0] <= tuple(int(n) for n in version.split(".")) < BROKEN[1]
+
+
+def choose() -> None:
+    """Has Triton call a ptxas that assembles these kernels right, in this process and those that it starts.
+
+    Does nothing if the environment names one already, or if there is no better one.
+    """
+    if os.environ.get(VARIABLE) or not _is_broken(version_of(bundled())):
+        return
+    newer = bundled("ptxas-blackwell")
+    version = version_of(newer)
+    if version is None or _is_broken(version):
+        return
+    os.environ[VARIABLE] = str(newer)
+    # Triton keeps the version that is part of a compiled kernel's name: without this, kernels of the old one are found.
+    from triton.backends.nvidia import compiler
+
+    compiler.get_ptxas_version.cache_clear()
+
+
+_INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s+([^;]*);")
+
+
+def undefined(sass: str) -> list[str]:
+    """Instructions that read a uniform register which no instruction before them writes.
+
+    `sass`: one kernel, as `cuobjdump --dump-sass` prints it. In the order of addresses, which is that of a loop's first
+    round. Returns "address instruction" for the first such read of each register.
+    """
+    written: set[int] = set()
+    found = []
+    for address, operation, operands in _INSTRUCTION.findall(sass):
+        operands = [operand.strip() for operand in operands.split(",")]
+        target = None
+        if re.fullmatch(r"UR\d+", operands[0]):
+            target = int(operands.pop(0)[2:])
+        reads: list[int] = []
+        for i, operand in enumerate(operands):
+            if descriptor := re.match(r"gdesc\[UR(\d+)\]", operand):
+                # Two descriptors of two registers each. Behind the accumulator and a left operand in registers only
+                # the second one counts.
+                first = int(descriptor[1])
+                reads += range(first + (2 if i > 1 else 0), first + 4)
+            else:
+                reads += map(int, re.findall(r"\bUR(\d+)\b", operand))
+        unset = [register for register in reads if register not in written]
+        if unset:
+            found.append(f"{address} {operation} UR{unset[0]}")
+            written.update(unset)
+        if target is not None:
+            width = 4 if ".128" in operation else 2 if ".64" in operation or ".WIDE" in operation else 1
+            written.update(range(target, target + width))
+    return found

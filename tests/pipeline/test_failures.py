@@ -1,0 +1,183 @@
+"""A rank that is killed or hangs ends the other one, which says what it was doing and for whom it waited."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from stateflow.pipeline import watchdog
+from stateflow.pipeline.progress import PeerError, Place, Progress
+from stateflow.pipeline.schedule import Action, Kind
+from stateflow.pipeline.watchdog import EARLY, LATE, Watchdog
+from tests.pipeline.failing_rank import TIMEOUTS
+
+ANY_PLACE = r"stage {stage}, [a-z ]+ of microbatch \d, chunk \d \({stage}[A-Z_]+\d\.\d\), .*rank {peer}"
+
+AWAITS_GRADIENT = (
+    "stage 0, backward of microbatch 0, chunk 1 (0B0.1), waits for the gradient of microbatch 0, chunk 1 from stage 1 "
+    "on rank 1"
+)
+
+
+def start(backend: str, folder, victim: int, signal_name: str, action: str, *options: str) -> list[subprocess.Popen]:
+    command = [sys.executable, "-m", "tests.pipeline.failing_rank", backend]
+    return [
+        subprocess.Popen(
+            [*command, str(rank), f"{folder}/store", str(victim), signal_name, action, *options],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def survive(processes: list[subprocess.Popen], victim: int) -> tuple[int, str, float]:
+    """Exit status of the survivor, what it wrote to stderr, and the seconds from its first step to its end."""
+    survivor = processes[1 - victim]
+    try:
+        first = survivor.stdout.readline()
+        begun = time.monotonic()
+        _, errors = survivor.communicate(timeout=100)
+        assert first == "step done\n", errors
+        return survivor.returncode, errors, time.monotonic() - begun
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_other(tmp_path, victim):
+    processes = start("gloo", tmp_path, victim, "SIGKILL", ["0F1.0", "1F0.1"][victim])
+    status, errors, _ = survive(processes, victim)
+    assert status == 1
+    # Where the survivor is when the connection breaks is up to the machine.
+    assert re.search(f"StateFlow: rank {1 - victim}, " + ANY_PLACE.format(stage=1 - victim, peer=victim), errors)
+    assert "PeerError" in errors
+
+
+@pytest.mark.processes
+def test_a_hanging_rank_ends_the_other_after_the_timeout(tmp_path):
+    processes = start("gloo", tmp_path, 1, "SIGSTOP", "1F0.1")
+    status, errors, seconds = survive(processes, 1)
+    assert status == 1
+    assert f"StateFlow: rank 0, {AWAITS_GRADIENT}: " in errors
+    assert seconds >= TIMEOUTS["gloo"]
+
+
+@pytest.mark.processes
+def test_sigterm_tells_the_place_although_the_main_thread_waits(tmp_path):
+    processes = start("gloo", tmp_path, 1, "SIGSTOP", "1F0.0", "sigterm")
+    assert processes[0].stdout.readline() == "step done\n"
+    time.sleep(1.0)
+    processes[0].send_signal(signal.SIGTERM)
+    _, errors = processes[0].communicate(timeout=60)
+    processes[1].kill()
+    processes[1].communicate()
+    assert processes[0].returncode == 128 + signal.SIGTERM
+    assert f"StateFlow: rank 0, {AWAITS_GRADIENT}: ended by SIGTERM" in errors
+
+
+class Mark:
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+class Asynchronous:
+    """A rank whose host runs ahead of its device, and the watchdog's answers."""
+
+    def __init__(self, timeout: float = 10.0):
+        self.progress = Progress(0, lambda: timeout, Mark)
+        self.reports: list[str] = []
+        self.watchdog = Watchdog(self.progress, torch.device("cpu"), self.reports.append)
+        with self.progress.step():
+            for chunk in range(2):
+                message = (Kind.SEND_B, 1, 0, chunk)
+                with self.progress.action(Action(0, Kind.B, 0, chunk)), self.progress.with_peer(1, message):
+                    pass
+
+    def look(self, now: float) -> None:
+        self.watchdog.look(self.progress, now)
+
+
+def test_the_watchdog_names_what_the_device_waits_for_not_where_the_host_is():
+    rank = Asynchronous()
+    rank.look(0.0)
+    for mark in list(rank.progress.marks)[:2]:
+        mark[1].done = True
+    rank.look(8.0)
+    rank.look(8.0 + 10 * EARLY - 0.1)
+    assert not rank.reports
+    rank.look(8.0 + 10 * EARLY + 0.1)
+    assert len(rank.reports) == 1
+    assert rank.reports[0].startswith(
+        "StateFlow: rank 0, stage 0, backward of microbatch 0, chunk 1 (0B0.1), waits for the gradient of "
+        "microbatch 0, chunk 1 from stage 1 on rank 1: no progress for 9.1 s"
+    )
+
+
+def test_the_watchdog_leaves_a_long_computation_alone(capsys):
+    rank = Asynchronous()
+    rank.progress.marks.popleft()[1].done = True  # the first message has come
+    rank.look(0.0)
+    rank.look(1000.0)
+    rank.look(2000.0)
+    assert not rank.reports
+    assert capsys.readouterr().err.count("stage 0, backward of microbatch 0, chunk 0 (0B0.0): no progress") == 1
+
+
+def test_the_watchdog_is_quiet_while_there_is_progress_or_nothing_to_do():
+    rank = Asynchronous()
+    rank.look(0.0)
+    for now in range(8, 40, 8):
+        rank.progress.marks[0][1].done = True
+        rank.look(float(now))
+    assert not rank.progress.marks
+    rank.look(1000.0)
+    assert not rank.reports
+
+
+def test_the_watchdog_gives_a_waiting_host_more_than_the_timeout():
+    progress, reports = Progress(0, lambda: 10.0), []
+    dog = Watchdog(progress, torch.device("cpu"), reports.append)
+    with progress.step(), progress.action(Action(0, Kind.F, 0, 0)), progress.with_peer(1, (Kind.SEND_F, 1, 0, 0)):
+        for now in (0.0, 10 * LATE - 0.1):
+            dog.look(progress, now)
+        assert not reports
+        dog.look(progress, 10 * LATE + 0.1)
+    assert len(reports) == 1
+
+
+def test_reports_list_what_was_sent_and_tell_sends_from_receives():
+    progress = Progress(1)
+    progress.pending = lambda: [(Kind.SEND_F, 1, 0, 2)]
+    place = Place(Action(1, Kind.F, 1, 0), 2, (Kind.SEND_F, 1, 0, 2), sent=True)
+    assert progress.report("why", place).splitlines() == [
+        "StateFlow: rank 1, stage 1, forward of microbatch 1, chunk 0 (1F1.0), waits for rank 2 to take the activation "
+        "of microbatch 0, chunk 2 from stage 1: why",
+        "StateFlow: sends that are not known to have arrived: 1SEND_F0.2",
+    ]
+
+
+def test_other_errors_get_a_note_of_the_place_and_peers_errors_a_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(watchdog.publish.__globals__["REPORTS"], str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    progress = Progress(1)
+    with pytest.raises(ZeroDivisionError) as caught, progress.step(), progress.action(Action(1, Kind.W, 2, 3)):
+        raise ZeroDivisionError
+    assert "stage 1, weight gradient of microbatch 2, chunk 3 (1W2.3): failed" in caught.value.__notes__[0]
+    with (
+        pytest.raises(PeerError, match=r"\(1SEND_F0.0\), with rank 2: closed") as caught,
+        progress.step(), progress.action(Action(1, Kind.SEND_F, 0, 0)), progress.with_peer(2),
+    ):  # fmt: skip
+        raise RuntimeError("closed")
+    assert str(caught.value) in capsys.readouterr().err
+    assert (tmp_path / "rank_3.txt").read_text() == f"{caught.value}\n"
