@@ -3,6 +3,11 @@
 import triton
 import triton.language as tl
 
+# Numbers of each token that Pre and OG leave for the walks and the gradients, rows of [.., FACTORS, C]: b, kappa, r,
+# Gam (C times; ST reads these four as one tile), rho (STB reads from kappa to here), the gate sum, the inverse norms of
+# key and query, and where the document starts (-1: before the chunk).
+FACTORS = tl.constexpr(9)
+
 
 @triton.jit
 def document_starts(doc_start_ptr, batch, num_tokens, n, C: tl.constexpr, HAS_DOCS: tl.constexpr):

@@ -18,7 +18,7 @@ larger numbers would only cost the differences of sums their digits.
 import triton
 import triton.language as tl
 
-from .decays import document_starts, inverse_norm, pair_decay, start_decay
+from .decays import FACTORS, document_starts, inverse_norm, pair_decay, start_decay
 from .primitives import dot, rounded
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
@@ -59,14 +59,17 @@ def _unit_triangular_inverse(system, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def pre_kernel(
+    q_ptr,
     k_ptr,
     g_ptr,
     beta_ptr,
     doc_start_ptr,
     solve_ptr,
+    scores_ptr,
     gate_sum_ptr,
     k_norm_ptr,
     factors_ptr,
+    scale,
     eps,
     num_tokens,
     num_chunks,
@@ -80,11 +83,15 @@ def pre_kernel(
     HAS_DOCS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SOLVE: tl.constexpr,
+    SCORES: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr,
 ):
-    """Pre of one chunk and head: T where SOLVE, and the factors of the tokens."""
+    """Pre of one chunk and head: the factors of the tokens, T where SOLVE, and P where SCORES.
+
+    Without SCORES the factors of the queries are left to `out_backward_kernel`.
+    """
     pid = tl.program_id(0)
     n = first_chunk + pid // (B * H)
     head = (pid % (B * H)).to(tl.int64)
@@ -96,11 +103,10 @@ def pre_kernel(
     ts = tl.arange(0, C)
     ks = tl.arange(0, BK)
     in_chunk = ts < num_tokens - n * C
-    k = tl.load(
-        k_ptr + (token * HK + key_head) * K + (ts[:, None] * (HK * K) + ks[None, :]),
-        mask=in_chunk[:, None] & (ks[None, :] < K),
-        other=0.0,
-    )
+    key_base = (token * HK + key_head) * K
+    key_offset = ts[:, None] * (HK * K) + ks[None, :]
+    key_mask = in_chunk[:, None] & (ks[None, :] < K)
+    k = tl.load(k_ptr + key_base + key_offset, mask=key_mask, other=0.0)
     gate_base = token * H + head % H
     g = tl.load(g_ptr + gate_base + ts * H, mask=in_chunk, other=0.0)
     beta = tl.load(beta_ptr + gate_base + ts * H, mask=in_chunk, other=0.0).to(tl.float32)
@@ -119,13 +125,24 @@ def pre_kernel(
     to_end = tl.sum(tl.where(ts[:, None] == C - 1, pairs, 0.0), axis=0)
     tl.store(gate_sum_ptr + chunk * C + ts, gate_sum)
     tl.store(k_norm_ptr + chunk * C + ts, k_norm)
-    # In the order that ST and STB read as one tile each: b, kappa, r, Gam; then `out_backward_kernel`'s rho.
-    factors = factors_ptr + chunk * (5 * C) + ts
+    factors = factors_ptr + chunk * (FACTORS * C) + ts
     tl.store(factors, beta)
     tl.store(factors + C, tl.where(in_chunk, to_end * k_norm, 0.0))
     tl.store(factors + 2 * C, beta * from_start * k_norm)
     whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
     tl.store(factors + 3 * C, tl.zeros([C], tl.float32) + whole)
+    tl.store(factors + 5 * C, gate_sum.to(tl.float32))
+    tl.store(factors + 6 * C, k_norm)
+    tl.store(factors + 8 * C, start.to(tl.float32))
+    if SCORES:
+        q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
+        q_norm = inverse_norm(q, eps, NORMALIZE, C)
+        tl.store(factors + 7 * C, q_norm)
+        q_norm *= scale
+        tl.store(factors + 4 * C, tl.where(in_chunk, q_norm * from_start, 0.0))
+        scores = dot(q, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
+        scores = scores * pairs * q_norm[:, None] * k_norm[None, :]
+        tl.store(scores_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]), rounded(scores, DTYPE))
     if SOLVE:
         products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
         system = products * pairs * (beta * k_norm)[:, None] * k_norm[None, :]

@@ -51,6 +51,7 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
         HAS_DOCS=True,
         NORMALIZE=True,
         SOLVE=True,
+        SCORES=True,
     )
     values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_PRECISION="tf32", STAGES=tile.num_stages)
     names = kernel.arg_names
@@ -58,37 +59,62 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
     pointers = {n: _POINTERS.get(n, "*bf16") for n in names if n.endswith("_ptr")}
     lengths = {n: "i32" for n in names if n not in constexprs | pointers | _NUMBERS}
     numbers = {n: kind for n, kind in _NUMBERS.items() if n in names}
-    return AotCase(name, kernel, pointers | numbers | lengths, constexprs, tile.num_warps, tile.num_stages)
+    limit = 128 if name == "pre" else None
+    return AotCase(
+        name, kernel, pointers | numbers | lengths, constexprs, tile.num_warps, tile.num_stages, maxnreg=limit
+    )
 
 
 def _specialized_case(name: str, kernel, block_v: int, num_stages: int, k_dim: int, v_dim: int) -> AotCase:
     values = dict(H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BV=block_v, STAGES=num_stages)
-    rows = dict.fromkeys(("k_desc", "q_desc"), k_dim) | {"solve_desc": CHUNK}
+    widths = dict.fromkeys(("k_desc", "q_desc"), k_dim) | dict.fromkeys(("solve_desc", "scores_desc"), CHUNK)
+    num_factors = 8 if "o_desc" in kernel.arg_names else 4
     signature = {}
     for argument in (n for n in kernel.arg_names if n not in values):
         if argument == "factors_desc":
-            signature[argument] = f"tensordesc<fp32[4,{CHUNK}],{hopper.layout(4, CHUNK, torch.float32)!r}>"
+            layout = hopper.layout(num_factors, CHUNK, torch.float32)
+            signature[argument] = f"tensordesc<fp32[{num_factors},{CHUNK}],{layout!r}>"
         elif argument.endswith("_desc"):
-            shape = (k_dim if "states" in argument else CHUNK, rows.get(argument, block_v))
+            shape = (k_dim if "states" in argument else CHUNK, widths.get(argument, block_v))
             layout = hopper.layout(*shape, torch.bfloat16)
             signature[argument] = f"tensordesc<bf16[{shape[0]},{shape[1]}],{layout!r}>"
         else:
             signature[argument] = "*fp32" if argument.endswith("_ptr") else "i32"
-    return AotCase(name, kernel, signature, values, 4, num_stages, archs=(90,))
+    limit = None if "o_desc" in kernel.arg_names else hopper.WALK_REGISTERS
+    return AotCase(name, kernel, signature, values, 4, num_stages, archs=(90,), maxnreg=limit)
+
+
+def _merged_gradients_case(k_dim: int, v_dim: int) -> AotCase:
+    from .hopper_gradients import gradients_kernel
+
+    values = dict(H=20, K=k_dim, V=v_dim, C=CHUNK, GROUP=8, NORMALIZE=True)
+    signature = {}
+    for argument in (n for n in gradients_kernel.arg_names if n not in values):
+        if argument.endswith("_desc"):
+            rows, columns = hopper.gradient_tiles(k_dim, v_dim)[argument.removesuffix("_desc")]
+            dtype = torch.float32 if argument == "factors_desc" else torch.bfloat16
+            kind = "fp32" if argument == "factors_desc" else "bf16"
+            signature[argument] = f"tensordesc<{kind}[{rows},{columns}],{hopper.layout(rows, columns, dtype)!r}>"
+        elif argument == "grad_v_ptr":
+            signature[argument] = "*bf16"
+        else:
+            signature[argument] = "*fp32" if argument.endswith("_ptr") else "fp32" if argument == "scale" else "i32"
+    return AotCase("gradients_kernel, specialised", gradients_kernel, signature, values, 4, 1, archs=(90,))
 
 
 def _specialized_cases() -> list[AotCase]:
     """Of ST and STB for Hopper, where Triton is one that they are written for."""
     if not hopper.known_triton():
         return []
-    from . import hopper_transition
+    from .hopper_outputs import transition_out_kernel
+    from .hopper_transition import transition_backward_kernel, transition_kernel
 
-    kernels = (hopper_transition.transition_kernel, hopper_transition.transition_backward_kernel)
+    kernels = {transition_kernel: 4, transition_backward_kernel: 3, transition_out_kernel: 3}
     return [
         _specialized_case(f"{kernel.__name__}, specialised, BV {block_v}", kernel, block_v, stages, 128, 128)
-        for kernel, stages in zip(kernels, (4, 3), strict=True)
+        for kernel, stages in kernels.items()
         for block_v in (16, 32)
-    ]
+    ] + [_merged_gradients_case(128, 128)]
 
 
 def aot_cases() -> list[AotCase]:

@@ -7,7 +7,7 @@ the gradients of q, k, v, g and beta. The formulas are in `stateflow.recurrence.
 import triton
 import triton.language as tl
 
-from .decays import document_starts, inverse_norm, pair_decay, pair_decay_transposed, start_decay
+from .decays import FACTORS, document_starts, inverse_norm, pair_decay, pair_decay_transposed, start_decay
 from .primitives import diagonal, dot, rounded, row_dots, scaled_rows
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
@@ -21,7 +21,6 @@ def out_backward_kernel(
     grad_o_ptr,
     gate_sum_ptr,
     k_norm_ptr,
-    q_norm_ptr,
     factors_ptr,
     grad_v_new_ptr,
     scale,
@@ -64,10 +63,11 @@ def out_backward_kernel(
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     q_norm = inverse_norm(q, eps, NORMALIZE, C)
-    tl.store(q_norm_ptr + chunk * C + ts, q_norm)
+    factors = factors_ptr + chunk * (FACTORS * C) + ts
+    tl.store(factors + 7 * C, q_norm)
     q_norm *= scale
     rho = tl.where(in_chunk, q_norm * start_decay(gate_sum, start), 0.0)
-    tl.store(factors_ptr + chunk * (5 * C) + 4 * C + ts, rho)
+    tl.store(factors + 4 * C, rho)
 
     # Row s, column t: the transposed scores from transposed operands.
     scores = dot(k, tl.trans(q), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
@@ -137,7 +137,7 @@ def query_backward_kernel(
     key_mask = in_chunk[:, None] & (ks[None, :] < K)
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
-    q_norm = tl.load(q_norm_ptr + chunk * C + ts)
+    q_norm = tl.load(q_norm_ptr + chunk * (FACTORS * C) + ts)
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     from_start = start_decay(gate_sum, start)
 
@@ -360,7 +360,7 @@ def key_backward_kernel(
 
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
-    q_norm = tl.load(q_norm_ptr + chunk * C + ts)
+    q_norm = tl.load(q_norm_ptr + chunk * (FACTORS * C) + ts)
     k_norm = tl.load(k_norm_ptr + chunk * C + ts)
     from_start = start_decay(gate_sum, start)
     pairs = pair_decay_transposed(gate_sum, start, C)

@@ -28,9 +28,10 @@ from torch import Tensor
 from . import gated_delta as kernels
 from . import gated_delta_backward as backward_kernels
 from . import hopper, transition
+from .decays import FACTORS as _FACTORS
 
 CHUNK = 64
-FACTORS = 5
+FACTORS, Q_NORM = _FACTORS.value, 7
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -38,7 +39,8 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 class Tile:
     """How a kernel is launched: columns of V at a time, warps a program, depth of the load pipeline.
 
-    `specialized`: ST and STB in the form of `hopper_transition`, where that runs; its bits are the same.
+    `specialized`: ST and STB in the form of `hopper_transition`, where that runs; its bits are the same. For
+    `transition_out`: whether ST and Out of the forward are one kernel at all, that of `hopper_outputs`.
     """
 
     block_v: int = 64
@@ -52,12 +54,14 @@ class Plan:
     """A tile for each kernel, and what runs beside what.
 
     `cuts` and `backward_cuts` are shares of the chunks at which a call is cut into segments (none: no overlap of
-    segments), `overlap_backward` puts ST and the gradients of the queries beside OG and STB.
+    segments), `overlap_backward` puts ST and the gradients of the queries beside OG and STB. `gradient_chunks`: PG is
+    the one kernel of `hopper_gradients`, where that runs, with so many chunks a program; 0: always three kernels.
     """
 
     pre: Tile = Tile(64, 4, 2)
     transition: Tile = Tile(32, 4, 4)
     out: Tile = Tile(64, 4, 2)
+    transition_out: Tile = Tile(32, 4, 3)
     out_backward: Tile = Tile(64, 4, 2)
     transition_backward: Tile = Tile(32, 4, 3)
     query_backward: Tile = Tile(64, 4, 2)
@@ -66,6 +70,7 @@ class Plan:
     cuts: tuple[float, ...] = ()
     backward_cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
+    gradient_chunks: int = 0
 
 
 def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Plan:
@@ -173,7 +178,7 @@ class _Problem:
                 self, tile, chunks, prepared.solve, prepared.factors, k, v, state_in, states, v_new, state_out
             )
             return
-        b, kappa, r, decay, _ = prepared.factors.unbind(3)
+        b, kappa, r, decay, *_ = prepared.factors.unbind(3)
         self.walk(
             transition.transition_kernel,
             *(tile, chunks, k, kappa, v, prepared.solve, b, r, decay, state_in, states, v_new, state_out),
@@ -181,17 +186,18 @@ class _Problem:
 
     def transition_backward(
         self, tile: Tile, chunks: range, prepared: _Prepared, q: Tensor, k: Tensor, grad_o: Tensor,
-        grad_state_in: Tensor, tiles: Tensor, grad_states: Tensor, grad_state_out: Tensor,
+        scores: Tensor | None, grad_state_in: Tensor, tiles: Tensor, grad_states: Tensor, grad_state_out: Tensor,
     ) -> None:  # fmt: skip
         """STB: from the gradient of the state after the last of these chunks to that before the first.
 
-        `tiles` hold P^T dO and receive a.
+        `tiles` receive a; without `scores` they hold P^T dO.
         """
         outputs = (grad_state_in, tiles, grad_states, grad_state_out)
-        if hopper.runs(self, tile, prepared.solve, q, k, grad_o):
-            hopper.transition_backward(self, tile, chunks, prepared.solve, prepared.factors, q, k, grad_o, *outputs)
+        if scores is not None:
+            args = (prepared.solve, scores, prepared.factors, q, k, grad_o, *outputs)
+            hopper.transition_backward(self, tile, chunks, *args)
             return
-        _, kappa, r, decay, rho = prepared.factors.unbind(3)
+        _, kappa, r, decay, rho, *_ = prepared.factors.unbind(3)
         self.walk(
             transition.transition_backward_kernel,
             *(tile, chunks, q, rho, k, kappa, prepared.solve, r, decay, grad_o, *outputs),
@@ -250,23 +256,31 @@ class _Prepared:
         # Float64 for float32 inputs: see `gated_delta`.
         self.gate_sum = problem.tokens(torch.float64 if problem.dtype == torch.float32 else torch.float32)
         self.k_norm = problem.tokens()
-        # Of each chunk: b, kappa and r of its tokens, Gam (C times), and rho, which is `out_backward_kernel`'s.
+        # Two of them are `out_backward_kernel`'s.
         chunks = self.k_norm.shape[:-1]
         self.factors = torch.empty(*chunks, FACTORS, CHUNK, dtype=torch.float32, device=problem.device)
 
-    def run(self, problem: _Problem, tile: Tile, chunks: range, k: Tensor, g: Tensor, beta: Tensor) -> None:
+    def run(
+        self, problem: _Problem, tile: Tile, chunks: range, q: Tensor, k: Tensor, g: Tensor, beta: Tensor,
+        scores: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`scores`: receive P."""
+        # Else two programs share a multiprocessor, and their chains of small products leave it idle.
+        limit = 128 if problem.dtype != torch.float32 and problem.k_dim <= 128 and tile.num_warps == 4 else None
         kernels.pre_kernel[(len(chunks) * problem.heads,)](
-            *(k, g, beta, problem.doc_start, self.solve),
-            *(self.gate_sum, self.k_norm, self.factors, problem.eps),
+            *(q, k, g, beta, problem.doc_start, self.solve, scores),
+            *(self.gate_sum, self.k_norm, self.factors, problem.scale, problem.eps),
             problem.num_tokens,
             problem.num_chunks,
             chunks.start,
             **problem.key_sizes,
             **problem.options,
             SOLVE=not self.solved,
+            SCORES=scores is not None,
             SOLVE_PRECISION=problem.key_sizes["PRECISION"],
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            maxnreg=limit,
         )
 
 
@@ -290,20 +304,29 @@ def forward(
     """
     problem = _Problem(q, v, doc_start, scale, eps)
     prepared = _Prepared(problem)
-    v_new, states = problem.tiles(problem.v_dim), problem.states()
+    in_one = hopper.runs(problem, plan.transition_out, q, k, v)
+    scores = problem.tiles(CHUNK) if in_one else None
+    v_new, states = (None, None) if in_one else (problem.tiles(problem.v_dim), problem.states())
     o, state_out = torch.empty_like(v), torch.empty_like(state)
     segments = problem.segments(plan.cuts)
     side = _SideStreams(problem.device, len(segments) > 1)
 
     def pre(chunks: range) -> None:
-        prepared.run(problem, plan.pre, chunks, k, g, beta)
+        prepared.run(problem, plan.pre, chunks, q, k, g, beta, scores)
 
     def walk(chunks: range) -> None:
         # The second segment goes on from the state that the first one left.
         before = state if chunks.start == 0 else state_out
+        if in_one:
+            tile = plan.transition_out
+            args = (prepared.solve, scores, prepared.factors, q, k, v, before, o, state_out)
+            hopper.transition_out(problem, tile, chunks, *args)
+            return
         problem.transition(plan.transition, chunks, prepared, k, v, before, states, v_new, state_out)
 
     def out(chunks: range) -> None:
+        if in_one:
+            return
         problem.per_chunk(
             kernels.out_kernel,
             plan.out,
@@ -345,9 +368,11 @@ def backward(
     problem = _Problem(q, v, doc_start, scale, eps)
     prepared = _Prepared(problem, solve)
     v_new, states = problem.tiles(problem.v_dim), problem.states()
-    # P^T dO, and then a.
+    # STB for Hopper takes P^T dO by itself, of the scores; else OG leaves it where a comes.
+    scores = problem.tiles(CHUNK) if hopper.runs(problem, plan.transition_backward, solve, q, k, grad_o) else None
     grad_solved, grad_states = problem.tiles(problem.v_dim), problem.states()
-    q_norm, grad_gate, unused = problem.tokens(), problem.tokens(), torch.empty_like(state)
+    grad_gate, unused = problem.tokens(), torch.empty_like(state)
+    q_norm = prepared.factors[..., Q_NORM, :]
     grad_system = problem.tiles(CHUNK)
     grad_v, grad_state_in = torch.empty_like(v), torch.empty_like(state)
     grad_g, grad_beta = (torch.empty(g.shape, dtype=torch.float32, device=g.device) for _ in range(2))
@@ -365,15 +390,14 @@ def backward(
             backward_kernels.out_backward_kernel,
             plan.out_backward,
             whole,
-            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, q_norm, prepared.factors, grad_solved),
+            *(q, k, doc_start, grad_o, prepared.gate_sum, prepared.k_norm, prepared.factors, grad_solved),
             *(problem.scale, problem.eps),
         )
 
     def walk_back(chunks: range) -> None:
         after = grad_state if chunks.stop == problem.num_chunks else grad_state_in
-        problem.transition_backward(
-            plan.transition_backward, chunks, prepared, q, k, grad_o, after, grad_solved, grad_states, grad_state_in
-        )
+        outputs = (grad_solved, grad_states, grad_state_in)
+        problem.transition_backward(plan.transition_backward, chunks, prepared, q, k, grad_o, scores, after, *outputs)
 
     def query_backward(chunks: range) -> None:
         problem.per_chunk(
@@ -402,19 +426,30 @@ def backward(
             *(grad_gate, grad_system, grad_k, grad_g, problem.scale),
         )
 
+    def gradients(chunks: range) -> None:
+        made = (prepared.factors, q, k, v, grad_o, v_new, states, grad_solved, grad_states)
+        outputs = (grad_q, grad_k, grad_v, grad_g, grad_beta)
+        hopper.gradients(problem, plan.gradient_chunks, chunks, *made, *outputs)
+
     def replay() -> None:
         problem.transition(plan.transition, whole, prepared, k, v, state, states, v_new, unused)
 
-    prepared.run(problem, plan.pre, whole, k, g, beta)
+    prepared.run(problem, plan.pre, whole, q, k, g, beta, scores)
     replayed = side.run(0, replay)
-    out_backward()
+    if scores is None:
+        out_backward()
     walked = [side.run(1, partial(walk_back, chunks)) for chunks in segments]
     side.wait(replayed)
-    query_backward(whole)
+    merged = hopper.merges_gradients(problem, plan.gradient_chunks, q, k, v, grad_o)
+    if not merged:
+        query_backward(whole)
     for chunks, event in zip(segments, walked, strict=True):
         side.wait(event)
-        solve_backward(chunks)
-        key_backward(chunks)
+        if merged:
+            gradients(chunks)
+        else:
+            solve_backward(chunks)
+            key_backward(chunks)
     if shared:
         grad_q, grad_k = (x.unflatten(2, (problem.num_key_heads, -1)).sum(3).to(q.dtype) for x in (grad_q, grad_k))
     return grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state_in

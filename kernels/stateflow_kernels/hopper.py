@@ -22,6 +22,9 @@ TRITONS = ("3.6", "3.7")  # 3.7 compiled only
 BLOCKS_V = (16, 32, 64)
 CHUNK = 64
 K_DIMS = (64, 128, 256)
+MERGED_DIMS = (64, 128)
+# Of a thread, at launch: ST and STB then fit a multiprocessor together. Those that compute get what the others leave.
+WALK_REGISTERS = 128
 
 
 def available(device: torch.device) -> bool:
@@ -40,10 +43,23 @@ def _available(device: torch.device) -> bool:
 
 def shared_bytes(backward: bool, k_dim: int, block_v: int, num_stages: int) -> int:
     """What a program takes, up to the barriers: slots for loads, tiles for results, operands on their way."""
-    keys, rows = (2, 2) if backward else (1, 1)
-    stage = 2 * CHUNK * (keys * k_dim + CHUNK + rows * block_v) + 4 * 4 * CHUNK
+    keys, squares = (2, 2) if backward else (1, 1)
+    stage = 2 * CHUNK * (keys * k_dim + squares * CHUNK + block_v) + 4 * 4 * CHUNK
     results = 2 * (k_dim + CHUNK) * block_v * (3 if num_stages % 2 else 2)
-    return num_stages * stage + results + 2 * CHUNK * block_v * (3 if backward else 2)
+    return num_stages * stage + results + 2 * CHUNK * block_v * (2 if backward else 1)
+
+
+def out_shared_bytes(k_dim: int, block_v: int, num_stages: int) -> int:
+    """What a program of ST and Out in one takes, up to the barriers."""
+    stage = 2 * CHUNK * (2 * k_dim + 2 * CHUNK + block_v) + 4 * 8 * CHUNK
+    results = 2 * (k_dim + 2 * CHUNK) * block_v * (3 if num_stages % 2 else 2)
+    return num_stages * stage + results + 2 * CHUNK * block_v
+
+
+def default_out_stages(k_dim: int, block_v: int, shared_memory: int) -> int | None:
+    """As `default_stages`."""
+    fitting = [n for n in (4, 3, 2) if out_shared_bytes(k_dim, block_v, n) + 1024 <= shared_memory]
+    return fitting[0] if fitting else None
 
 
 def default_stages(backward: bool, k_dim: int, block_v: int, shared_memory: int) -> int | None:
@@ -86,7 +102,7 @@ def _tiles(x: Tensor, rows: int, columns: int):
     return TensorDescriptor(x, x.shape, x.stride(), [rows, columns], layout(rows, columns, x.dtype))
 
 
-def _launch(kernel, problem: _Problem, tile: Tile, chunks: range, *args) -> None:
+def _launch(kernel, problem: _Problem, tile: Tile, chunks: range, *args, max_registers: int | None = None) -> None:
     sizes = {name: problem.sizes[name] for name in ("H", "HK", "K", "V", "C")}
     kernel[(problem.heads * (problem.v_dim // tile.block_v),)](
         *args,
@@ -97,7 +113,29 @@ def _launch(kernel, problem: _Problem, tile: Tile, chunks: range, *args) -> None
         BV=tile.block_v,
         STAGES=tile.num_stages,
         num_warps=4,
+        maxnreg=max_registers,
     )
+
+
+def merges_gradients(problem: _Problem, chunks_a_program: int, *given: Tensor) -> bool:
+    """Whether all gradients of this problem come from the one kernel of `hopper_gradients`."""
+    return (
+        chunks_a_program > 0
+        and problem.batch == 1
+        and problem.num_heads == problem.num_key_heads
+        and problem.dtype != torch.float32
+        and {problem.k_dim, problem.v_dim} <= set(MERGED_DIMS)
+        and all(x.data_ptr() % 16 == 0 for x in given)
+        and available(problem.device)
+    )
+
+
+def gradient_tiles(k_dim: int, v_dim: int) -> dict[str, tuple[int, int]]:
+    """Rows and columns of what `hopper_gradients` has the copy engine move."""
+    keys = dict.fromkeys(("q", "k", "grad_q", "grad_k"), (CHUNK, k_dim))
+    values = dict.fromkeys(("v", "grad_o", "v_new", "solved"), (CHUNK, v_dim))
+    states = dict.fromkeys(("states", "grad_states"), (k_dim, v_dim))
+    return keys | values | states | {"factors": (16, CHUNK)}  # a power of two; the last rows are the next chunk's
 
 
 def transition(
@@ -118,14 +156,37 @@ def transition(
         _tiles(v_new.view(-1, value), chunk, block),
         _tiles(factors.view(-1, chunk), 4, chunk),
         *(state_in, state_out),
+        max_registers=WALK_REGISTERS,
+    )
+
+
+def transition_out(
+    problem: _Problem, tile: Tile, chunks: range, solve: Tensor, scores: Tensor, factors: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, state_in: Tensor, o: Tensor, state_out: Tensor,
+) -> None:  # fmt: skip
+    """ST and Out in one, from what Pre left with the scores P."""
+    from . import hopper_outputs
+
+    chunk, tokens, key, block = problem.sizes["C"], problem.num_tokens, problem.k_dim, tile.block_v
+    _launch(
+        hopper_outputs.transition_out_kernel,
+        *(problem, tile, chunks),
+        _tiles(q.view(tokens, -1), chunk, key),
+        _tiles(k.view(tokens, -1), chunk, key),
+        _tiles(v.view(tokens, -1), chunk, block),
+        _tiles(solve.view(-1, chunk), chunk, chunk),
+        _tiles(scores.view(-1, chunk), chunk, chunk),
+        _tiles(factors.view(-1, chunk), 8, chunk),
+        _tiles(o.view(tokens, -1), chunk, block),
+        *(state_in, state_out),
     )
 
 
 def transition_backward(
-    problem: _Problem, tile: Tile, chunks: range, solve: Tensor, factors: Tensor, q: Tensor, k: Tensor, grad_o: Tensor,
-    grad_state_in: Tensor, tiles: Tensor, grad_states: Tensor, grad_state_out: Tensor,
+    problem: _Problem, tile: Tile, chunks: range, solve: Tensor, scores: Tensor, factors: Tensor, q: Tensor, k: Tensor,
+    grad_o: Tensor, grad_state_in: Tensor, solved: Tensor, grad_states: Tensor, grad_state_out: Tensor,
 ) -> None:  # fmt: skip
-    """STB; as `transition`."""
+    """STB with OG, from what Pre left with the scores P."""
     from . import hopper_transition
 
     chunk, key, value, block = problem.sizes["C"], problem.k_dim, problem.v_dim, tile.block_v
@@ -136,8 +197,37 @@ def transition_backward(
         _tiles(k.view(problem.num_tokens, -1), chunk, key),
         _tiles(solve.view(-1, chunk), chunk, chunk),
         _tiles(grad_o.view(problem.num_tokens, -1), chunk, block),
-        _tiles(tiles.view(-1, value), chunk, block),
+        _tiles(scores.view(-1, chunk), chunk, chunk),
+        _tiles(solved.view(-1, value), chunk, block),
         _tiles(grad_states.view(-1, value), key, block),
         _tiles(factors.view(-1, chunk), 4, chunk),
         *(grad_state_in, grad_state_out),
+        max_registers=WALK_REGISTERS,
+    )
+
+
+def gradients(
+    problem: _Problem, chunks_a_program: int, chunks: range, factors: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    grad_o: Tensor, v_new: Tensor, states: Tensor, solved: Tensor, grad_states: Tensor, grad_q: Tensor, grad_k: Tensor,
+    grad_v: Tensor, grad_g: Tensor, grad_beta: Tensor,
+) -> None:  # fmt: skip
+    """PG: the gradients of q, k, v, g and beta of these chunks' tokens from what ST and STB left."""
+    from . import hopper_gradients
+
+    chunk, tokens = problem.sizes["C"], problem.num_tokens
+    sizes = gradient_tiles(problem.k_dim, problem.v_dim)
+    matrices = dict(q=q.view(tokens, -1), k=k.view(tokens, -1), v=v.view(tokens, -1), grad_o=grad_o.view(tokens, -1))
+    matrices |= dict(v_new=v_new.view(-1, problem.v_dim), states=states.view(-1, problem.v_dim))
+    matrices |= dict(solved=solved.view(-1, problem.v_dim), grad_states=grad_states.view(-1, problem.v_dim))
+    matrices |= dict(factors=factors.view(-1, chunk), grad_q=grad_q.view(tokens, -1), grad_k=grad_k.view(tokens, -1))
+    hopper_gradients.gradients_kernel[(triton.cdiv(len(chunks), chunks_a_program) * problem.heads,)](
+        *(_tiles(matrix, *sizes[name]) for name, matrix in matrices.items()),
+        *(grad_v, grad_g, grad_beta, problem.scale, tokens, problem.num_chunks, chunks.start, chunks.stop),
+        H=problem.num_heads,
+        K=problem.k_dim,
+        V=problem.v_dim,
+        C=chunk,
+        GROUP=chunks_a_program,
+        NORMALIZE=problem.options["NORMALIZE"],
+        num_warps=4,
     )

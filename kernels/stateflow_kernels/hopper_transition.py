@@ -4,13 +4,15 @@ A walk is bound by the latency of its steps, not by their work: a chain of produ
 barrier between each two. In Triton's form the warps that compute also start the copies, and, by the times of variants,
 wait for them at their fences. So here one warp has the copy engine fetch the tiles, the factors of the tokens
 among them, another has it write the results, and the four warps that compute only compute. The state's 16-bit copy in
-shared memory is at once the operand of the next product and what is written to `states`.
+shared memory is at once the operand of the next product and what is written to `states`. STB takes P^T dY itself, from
+the scores that Pre left: it need not wait for a kernel that has it, and runs beside the replay of ST.
 
-Formulas, operands, roundings and the order of products are `transition`'s: the results have the same bits. For B = 1, a
+Formulas, operands, roundings and the order of products are those of `transition` and, for P^T dY, of
+`gated_delta_backward.out_backward_kernel`: the results have the same bits. For B = 1, a
 solve, a scalar decay, 16-bit inputs, K 64, 128 or 256 and V a multiple of BV.
 
-`factors` [5 H N, C] float32: for each chunk b, kappa and r of its tokens, Lam C times, and rho. ST fetches the first
-four rows as one tile, STB the last four.
+`factors` [FACTORS H N, C] float32, see `decays`: ST fetches the first four rows of a chunk as one tile, STB four from
+the second on.
 """
 
 from triton.experimental import gluon
@@ -22,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from .decays import FACTORS
 
 _LENGTHS = ["num_chunks", "first_chunk", "end_chunk"]
 
@@ -50,10 +54,9 @@ def _decay(factors, j: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _write(
-    states_desc, rows_desc, states, rows, states_full, rows_full, free, row, column, first, steps, STEP: gl.constexpr
-):
+def _write(states_desc, rows_desc, tiles, row, column, first, steps, STEP: gl.constexpr):
     """Writes the state [K, BV] and the rows [C, BV] of each step, of the chunks first, first + STEP, ..."""
+    states, rows, states_full, rows_full, free = tiles
     K: gl.constexpr = states_desc.block_type.shape[0]
     C: gl.constexpr = rows_desc.block_type.shape[0]
     TILES: gl.constexpr = states.shape[0]
@@ -87,12 +90,12 @@ def _fetch(descs, columns, slots, ready, empty, row, first_chunk, end_chunk):
         mbarrier.expect(bar, size)
         tma.async_copy_global_to_shared(k_desc, [n * C, key_column], bar, k_slots.index(slot))
         tma.async_copy_global_to_shared(v_desc, [n * C, v_column], bar, v_slots.index(slot))
-        tma.async_copy_global_to_shared(factors_desc, [(row + n) * 5, 0], bar, factors_slots.index(slot))
+        tma.async_copy_global_to_shared(factors_desc, [(row + n) * FACTORS, 0], bar, factors_slots.index(slot))
         tma.async_copy_global_to_shared(solve_desc, [(row + n) * C, 0], bar, solve_slots.index(slot))
 
 
 @gluon.jit
-def _walk(state, state_out, slots, states, rows, right, update, barriers, steps):
+def _walk(state, state_out, slots, states, rows, operand, barriers, steps):
     """ST's chain of products. What does not lie on it is done while a product runs."""
     k_slots, v_slots, solve_slots, factors_slots = slots
     ready, empty, states_full, rows_full, free = barriers
@@ -120,13 +123,13 @@ def _walk(state, state_out, slots, states, rows, right, update, barriers, steps)
                 r_scale = _factor(factors, 2, acc)
                 state = state * _decay(factors, 3, acc)
                 read = warpgroup_mma_wait(0, deps=(read,))
-                right.store((v - read * r_scale).to(dtype))
+                operand.store((v - read * r_scale).to(dtype))
                 fence_async_shared()
-                v_new = warpgroup_mma(solve_slots.index(slot), right, zeros, use_acc=False, is_async=True)
+                v_new = warpgroup_mma(solve_slots.index(slot), operand, zeros, use_acc=False, is_async=True)
                 v_new = warpgroup_mma_wait(0, deps=(v_new,))
-                update.store((v_new * k_scale).to(dtype))
+                operand.store((v_new * k_scale).to(dtype))
                 fence_async_shared()
-                state = warpgroup_mma(k.permute((1, 0)), update, state, is_async=True)
+                state = warpgroup_mma(k.permute((1, 0)), operand, state, is_async=True)
                 rows.index(tile).store(v_new.to(dtype))
                 fence_async_shared()
                 mbarrier.arrive(rows_full.index(tile))
@@ -178,8 +181,7 @@ def transition_kernel(
     )
     states = gl.allocate_shared_memory(dtype, [TILES, K, BV], states_desc.layout)
     rows = gl.allocate_shared_memory(dtype, [TILES, C, BV], v_new_desc.layout)
-    right = gl.allocate_shared_memory(dtype, [C, BV], v_new_desc.layout)
-    update = gl.allocate_shared_memory(dtype, [C, BV], v_new_desc.layout)
+    operand = gl.allocate_shared_memory(dtype, [C, BV], v_new_desc.layout)
     ready, empty = _barriers(STAGES), _barriers(STAGES)
     states_full, rows_full, free = _barriers(TILES), _barriers(TILES), _barriers(TILES)
     barriers = (ready, empty, states_full, rows_full, free)
@@ -188,27 +190,12 @@ def transition_kernel(
     descs = (k_desc, v_desc, solve_desc, factors_desc)
     columns = ((head // (H // HK)) * K, head * V + column)
     steps = end_chunk - first_chunk
+    tiles = (states, rows, states_full, rows_full, free)
     gl.warp_specialize(
         [
-            (_walk, (state, state_out_ptr + state_offset, slots, states, rows, right, update, barriers, steps)),
+            (_walk, (state, state_out_ptr + state_offset, slots, states, rows, operand, barriers, steps)),
             (_fetch, (descs, columns, slots, ready, empty, row, first_chunk, end_chunk)),
-            (
-                _write,
-                (
-                    states_desc,
-                    v_new_desc,
-                    states,
-                    rows,
-                    states_full,
-                    rows_full,
-                    free,
-                    row,
-                    column,
-                    first_chunk,
-                    steps,
-                    1,
-                ),
-            ),
+            (_write, (states_desc, v_new_desc, tiles, row, column, first_chunk, steps, 1)),
         ],
         [1, 1],
         [24, 24],
@@ -217,14 +204,14 @@ def transition_kernel(
 
 @gluon.jit
 def _fetch_back(descs, columns, slots, ready, empty, row, first_chunk, end_chunk):
-    """STB's loads, of q, k, T, dY, P^T dY and the factors."""
-    q_desc, k_desc, solve_desc, grad_y_desc, tile_desc, factors_desc = descs
-    q_slots, k_slots, solve_slots, grad_y_slots, tile_slots, factors_slots = slots
-    key_column, v_column, column = columns
+    """STB's loads, of q, k, T, dY, P and the factors."""
+    q_desc, k_desc, solve_desc, grad_y_desc, scores_desc, factors_desc = descs
+    q_slots, k_slots, solve_slots, grad_y_slots, scores_slots, factors_slots = slots
+    key_column, v_column = columns
     C: gl.constexpr = solve_desc.block_type.shape[0]
     STAGES: gl.constexpr = k_slots.shape[0]
-    wide: gl.constexpr = 2 * k_desc.block_type.nbytes + 2 * grad_y_desc.block_type.nbytes
-    size: gl.constexpr = wide + solve_desc.block_type.nbytes + factors_desc.block_type.nbytes
+    wide: gl.constexpr = 2 * k_desc.block_type.nbytes + grad_y_desc.block_type.nbytes
+    size: gl.constexpr = wide + 2 * solve_desc.block_type.nbytes + factors_desc.block_type.nbytes
     for i in range(0, end_chunk - first_chunk):
         n = end_chunk - 1 - i
         slot = i % STAGES
@@ -232,17 +219,17 @@ def _fetch_back(descs, columns, slots, ready, empty, row, first_chunk, end_chunk
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, size)
         tma.async_copy_global_to_shared(k_desc, [n * C, key_column], bar, k_slots.index(slot))
-        tma.async_copy_global_to_shared(factors_desc, [(row + n) * 5 + 1, 0], bar, factors_slots.index(slot))
+        tma.async_copy_global_to_shared(factors_desc, [(row + n) * FACTORS + 1, 0], bar, factors_slots.index(slot))
         tma.async_copy_global_to_shared(grad_y_desc, [n * C, v_column], bar, grad_y_slots.index(slot))
+        tma.async_copy_global_to_shared(scores_desc, [(row + n) * C, 0], bar, scores_slots.index(slot))
         tma.async_copy_global_to_shared(q_desc, [n * C, key_column], bar, q_slots.index(slot))
-        tma.async_copy_global_to_shared(tile_desc, [(row + n) * C, column], bar, tile_slots.index(slot))
         tma.async_copy_global_to_shared(solve_desc, [(row + n) * C, 0], bar, solve_slots.index(slot))
 
 
 @gluon.jit
-def _walk_back(state, state_out, slots, states, rows, scaled_y, right, update, barriers, steps):
+def _walk_back(state, state_out, slots, states, rows, scaled_y, operand, barriers, steps):
     """STB's chain of products; `state` is E."""
-    q_slots, k_slots, solve_slots, grad_y_slots, tile_slots, factors_slots = slots
+    q_slots, k_slots, solve_slots, grad_y_slots, scores_slots, factors_slots = slots
     ready, empty, states_full, rows_full, free = barriers
     dtype: gl.constexpr = k_slots.dtype
     STAGES: gl.constexpr = k_slots.shape[0]
@@ -260,26 +247,28 @@ def _walk_back(state, state_out, slots, states, rows, scaled_y, right, update, b
                 k = k_slots.index(slot)
                 factors = factors_slots.index(slot)
                 solve = solve_slots.index(slot).permute((1, 0))
+                scores = scores_slots.index(slot).permute((1, 0))
+                mbarrier.wait(ready.index(slot), (first // STAGES) & 1)
+                from_output = warpgroup_mma(scores, grad_y_slots.index(slot), zeros, use_acc=False, is_async=True)
                 fence_async_shared()
                 mbarrier.arrive(states_full.index(tile))
-                mbarrier.wait(ready.index(slot), (first // STAGES) & 1)
                 from_state = warpgroup_mma(k, states.index(tile), zeros, use_acc=False, is_async=True)
                 grad_y = grad_y_slots.index(slot).load(acc).to(gl.float32) * _factor(factors, 3, acc)
                 scaled_y.store(grad_y.to(dtype))
                 fence_async_shared()
                 state = state * _decay(factors, 2, acc)
                 state = warpgroup_mma(q_slots.index(slot).permute((1, 0)), scaled_y, state, is_async=True)
-                from_output = tile_slots.index(slot).load(acc).to(gl.float32)
                 k_scale = _factor(factors, 0, acc)
                 r_scale = _factor(factors, 1, acc)
-                from_state = warpgroup_mma_wait(1, deps=(from_state,))
-                right.store((from_output + from_state * k_scale).to(dtype))
+                from_output, from_state = warpgroup_mma_wait(1, deps=(from_output, from_state))
+                from_output = from_output.to(dtype).to(gl.float32)  # as OG leaves it where it is a kernel
+                operand.store((from_output + from_state * k_scale).to(dtype))
                 fence_async_shared()
-                solved = warpgroup_mma(solve, right, zeros, use_acc=False, is_async=True)
+                solved = warpgroup_mma(solve, operand, zeros, use_acc=False, is_async=True)
                 solved, state = warpgroup_mma_wait(0, deps=(solved, state))
-                update.store((solved * -r_scale).to(dtype))
+                operand.store((solved * -r_scale).to(dtype))
                 fence_async_shared()
-                state = warpgroup_mma(k.permute((1, 0)), update, state, is_async=True)
+                state = warpgroup_mma(k.permute((1, 0)), operand, state, is_async=True)
                 rows.index(tile).store(solved.to(dtype))
                 fence_async_shared()
                 mbarrier.arrive(rows_full.index(tile))
@@ -296,7 +285,8 @@ def transition_backward_kernel(
     k_desc,
     solve_desc,
     grad_y_desc,
-    tile_desc,
+    scores_desc,
+    solved_desc,
     grad_states_desc,
     factors_desc,
     grad_state_in_ptr,
@@ -312,7 +302,7 @@ def transition_backward_kernel(
     BV: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """STB over the chunks end_chunk - 1 .. first_chunk; the tiles hold P^T dY and receive a."""
+    """STB over the chunks end_chunk - 1 .. first_chunk."""
     dtype: gl.constexpr = k_desc.dtype
     TILES: gl.constexpr = 3 if STAGES % 2 else 2  # of results; divides STAGES
     pid = gl.program_id(0)
@@ -329,32 +319,28 @@ def transition_backward_kernel(
         gl.allocate_shared_memory(dtype, [STAGES, C, K], k_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, C, C], solve_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, C, BV], grad_y_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, C, BV], tile_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, C, C], scores_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 4, C], factors_desc.layout),
     )
     states = gl.allocate_shared_memory(dtype, [TILES, K, BV], grad_states_desc.layout)
-    rows = gl.allocate_shared_memory(dtype, [TILES, C, BV], tile_desc.layout)
-    scaled_y = gl.allocate_shared_memory(dtype, [C, BV], tile_desc.layout)
-    right = gl.allocate_shared_memory(dtype, [C, BV], tile_desc.layout)
-    update = gl.allocate_shared_memory(dtype, [C, BV], tile_desc.layout)
+    rows = gl.allocate_shared_memory(dtype, [TILES, C, BV], solved_desc.layout)
+    scaled_y = gl.allocate_shared_memory(dtype, [C, BV], solved_desc.layout)
+    operand = gl.allocate_shared_memory(dtype, [C, BV], solved_desc.layout)
     ready, empty = _barriers(STAGES), _barriers(STAGES)
     states_full, rows_full, free = _barriers(TILES), _barriers(TILES), _barriers(TILES)
     barriers = (ready, empty, states_full, rows_full, free)
     fence_async_shared()
     state = gl.load(grad_state_in_ptr + state_offset)
-    descs = (q_desc, k_desc, solve_desc, grad_y_desc, tile_desc, factors_desc)
-    columns = ((head // (H // HK)) * K, head * V + column, column)
+    descs = (q_desc, k_desc, solve_desc, grad_y_desc, scores_desc, factors_desc)
+    columns = ((head // (H // HK)) * K, head * V + column)
     steps = end_chunk - first_chunk
-    last = end_chunk - 1
+    tiles = (states, rows, states_full, rows_full, free)
     state_out = grad_state_out_ptr + state_offset
     gl.warp_specialize(
         [
-            (_walk_back, (state, state_out, slots, states, rows, scaled_y, right, update, barriers, steps)),
+            (_walk_back, (state, state_out, slots, states, rows, scaled_y, operand, barriers, steps)),
             (_fetch_back, (descs, columns, slots, ready, empty, row, first_chunk, end_chunk)),
-            (
-                _write,
-                (grad_states_desc, tile_desc, states, rows, states_full, rows_full, free, row, column, last, steps, -1),
-            ),
+            (_write, (grad_states_desc, solved_desc, tiles, row, column, end_chunk - 1, steps, -1)),
         ],
         [1, 1],
         [24, 24],

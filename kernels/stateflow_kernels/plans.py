@@ -134,18 +134,23 @@ def fallback_plan(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: i
     shared_memory = shared_memory_of(device)
     plan = DEFAULTS[family](k_dim, v_dim, dtype, shared_memory)
     if family == "gated_delta_rule" and dtype != torch.float32 and hopper.available(device):
-        plan = _with_specialized_walks(plan, k_dim, v_dim, shared_memory)
+        plan = _with_specialized_kernels(plan, k_dim, v_dim, shared_memory)
     return plan
 
 
-def _with_specialized_walks(plan, k_dim: int, v_dim: int, shared_memory: int):
+def _with_specialized_kernels(plan, k_dim: int, v_dim: int, shared_memory: int):
     walks = {}
     for name in ("transition", "transition_backward"):
         tile = getattr(plan, name)
         stages = hopper.default_stages(name == "transition_backward", k_dim, tile.block_v, shared_memory)
         if k_dim in hopper.K_DIMS and v_dim % tile.block_v == 0 and stages is not None:
             walks[name] = Tile(tile.block_v, 4, stages, specialized=True)
-    return dataclasses.replace(plan, **walks)
+    tile = plan.transition_out
+    stages = hopper.default_out_stages(k_dim, tile.block_v, shared_memory)
+    if k_dim in hopper.K_DIMS and v_dim % tile.block_v == 0 and stages is not None:
+        walks["transition_out"] = Tile(tile.block_v, 4, stages, specialized=True)
+    merges = {k_dim, v_dim} <= set(hopper.MERGED_DIMS)
+    return dataclasses.replace(plan, **walks, gradient_chunks=8 if merges else 0)
 
 
 def shared_memory_of(device: torch.device) -> int:

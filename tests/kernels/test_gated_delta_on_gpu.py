@@ -11,7 +11,8 @@ import torch
 
 import stateflow_kernels.plans
 from stateflow.recurrence import gated_delta_kernels, gated_delta_rule, self_check
-from stateflow_kernels.gated_delta_rule import Plan
+from stateflow_kernels import hopper
+from stateflow_kernels.gated_delta_rule import Plan, Tile
 from tests.kernels.test_gated_delta_kernels import (
     BOUNDS,
     exact,
@@ -114,6 +115,67 @@ def test_cuts_and_splits_give_the_same_bits(dtype, sizes, monkeypatch):
     for changes, cuts in itertools.product(({}, OVERLAP), ([], [128, 192, 896])):
         use_default_with(monkeypatch, **changes)
         assert_same_bits(run_in_pieces(inputs, docs, cuts, **TRITON), whole)
+
+
+@pytest.mark.parametrize("with_docs", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_all_gradients_from_one_kernel(dtype, sizes, with_docs, monkeypatch):
+    """Right, the same bits each time and however the sequence is cut, for any number of chunks a program."""
+    torch.manual_seed(0)
+    inputs = make(1, 1000, 3, 1, *sizes, dtype=dtype)
+    if not hopper.available(inputs[0].device):
+        pytest.skip("not this GPU, or not this Triton")
+    docs = documents(1, 1000, rate=0.005) if with_docs else None
+    launches, launch = [], hopper.gradients
+    monkeypatch.setattr(hopper, "gradients", lambda *args: launches.append(args) or launch(*args))
+    use_default_with(monkeypatch, gradient_chunks=8)
+    first = run(inputs, docs, **TRITON)
+    assert launches
+    expected = run(exact(inputs), docs, backend="chunk", use_qk_l2norm_in_kernel=True)
+    for result, reference, bound in zip(first, expected, BOUNDS[dtype], strict=True):
+        assert_close([result.cpu()], [reference], bound)
+    for chunks, overlap in itertools.product((1, 3, 8), ({}, OVERLAP)):
+        use_default_with(monkeypatch, gradient_chunks=chunks, **overlap)
+        for _ in range(10):
+            assert_same_bits(run(inputs, docs, **TRITON), first)
+        assert_same_bits(run_in_pieces(inputs, docs, [128, 192, 896], **TRITON), first)
+
+
+@pytest.mark.parametrize("with_docs", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 64)], ids=str)
+def test_walk_and_outputs_in_one_have_the_bits_of_two(sizes, with_docs, monkeypatch):
+    torch.manual_seed(0)
+    inputs = make(1, 1000, 3, 2, *sizes)
+    if not hopper.available(inputs[0].device):
+        pytest.skip("not this GPU, or not this Triton")
+    docs = documents(1, 1000, rate=0.005) if with_docs else None
+    use_default_with(monkeypatch, transition_out=Tile(32, 4, 2))
+    expected = gated_delta_rule(*inputs, docs, **TRITON)
+    for block_v, stages, cuts in itertools.product((16, 32), (2, 3), ((), (0.3, 0.6))):
+        if hopper.out_shared_bytes(sizes[0], block_v, stages) + 1024 <= 232_448:
+            tile = Tile(block_v, 4, stages, specialized=True)
+            use_default_with(monkeypatch, transition_out=tile, cuts=cuts)
+            for _ in range(10):
+                assert_same_bits(gated_delta_rule(*inputs, docs, **TRITON), expected)
+
+
+@pytest.mark.parametrize("with_docs", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 64)], ids=str)
+def test_specialised_walks_have_the_bits_of_tritons(sizes, with_docs, monkeypatch):
+    torch.manual_seed(0)
+    inputs = make(1, 1000, 3, 2, *sizes)
+    if not hopper.available(inputs[0].device):
+        pytest.skip("not this GPU, or not this Triton")
+    docs = documents(1, 1000, rate=0.005) if with_docs else None
+    walks = ("transition", "transition_out", "transition_backward")
+    use_default_with(monkeypatch, **dict.fromkeys(walks, Tile(32, 4, 2)), gradient_chunks=0)
+    expected = run(inputs, docs, **TRITON)
+    for block_v, overlap in itertools.product((16, 32), ({}, OVERLAP)):
+        tiles = dict.fromkeys(walks, Tile(block_v, 4, 2, specialized=True))
+        use_default_with(monkeypatch, **tiles, gradient_chunks=0, **overlap)
+        for _ in range(10):
+            assert_same_bits(run(inputs, docs, **TRITON), expected)
 
 
 def test_a_batch_is_its_sequences():

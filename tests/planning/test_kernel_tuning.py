@@ -63,7 +63,8 @@ class FakeBench:
 
     def time_backward(self, plan):
         assert plan in self.checked
-        whole = sum(self.ms(name, getattr(plan, name)) for name in KERNELS if name not in ("pre", "out"))
+        of_forward = ("pre", "out", "transition_out")
+        whole = sum(self.ms(name, getattr(plan, name)) for name in KERNELS if name not in of_forward)
         return self.timing(whole - self.gains.get((plan.backward_cuts, plan.overlap_backward), 0.0))
 
 
@@ -73,6 +74,28 @@ def search(bench, tmp_path, shapes=(SHAPE,), seconds=1e9):
         shapes, lambda shape: bench, lambda shape: Plan(), HERE, tmp_path / "t.json", seconds, lines.append, bench.clock
     )
     return entries, lines
+
+
+def test_kernels_in_one_and_walks_at_once(tmp_path):
+    class Bench(FakeBench):
+        def time_forward(self, plan):
+            gain = (plan.transition_out == in_one) + 0.2 * (plan.cuts == CUTS[1])
+            return self.timing(3.0 - gain)
+
+        def time_backward(self, plan):
+            gain = 0.5 * ((plan.transition, plan.transition_backward) == walks and plan.overlap_backward)
+            return self.timing(3.0 - gain - 0.3 * (plan.gradient_chunks == 16))
+
+    in_one = Tile(16, 4, 3, specialized=True)
+    walks = (Tile(32, 4, 2, specialized=True),) * 2
+    bench = Bench()
+    default = Plan(transition_out=Tile(32, 4, 3, specialized=True), gradient_chunks=8)
+    (entry,) = tune(
+        (SHAPE,), lambda _: bench, lambda _: default, HERE, tmp_path / "t.json", 1e9, lambda _: None, bench.clock
+    )
+    plan = entry.plan
+    assert (plan.transition_out, plan.cuts, plan.gradient_chunks) == (in_one, CUTS[1], 16)
+    assert (plan.transition, plan.transition_backward) == walks and plan.overlap_backward
 
 
 def test_the_fastest_tile_of_each_kernel_and_what_overlaps(tmp_path):

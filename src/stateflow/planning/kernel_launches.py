@@ -1,15 +1,24 @@
-"""The kernels of the gated delta rule one at a time, each on inputs of its own, for compilation and timing."""
+"""The kernels of the gated delta rule one at a time, each on inputs of its own, for compilation and timing.
+
+    python -m stateflow.planning.kernel_launches --shapes 20x32768 10x32768 20x16384
+
+checks the plan of each shape (heads x tokens) against float64 on the current GPU, then prints the device time of each
+kernel and of the whole forward and backward in ms, with that plan and with others that differ in one thing.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from stateflow.recurrence import self_check
-from stateflow_kernels import gated_delta, gated_delta_backward
+from stateflow_kernels import gated_delta, gated_delta_backward, hopper
 from stateflow_kernels import gated_delta_rule as kernels
 from stateflow_kernels.gated_delta_rule import CHUNK, Plan, Tile, _Prepared, _Problem
 from stateflow_kernels.plan_table import Shape
@@ -17,8 +26,8 @@ from stateflow_kernels.plan_table import Shape
 EPS = 1e-6
 # In the order in which each has what it reads.
 KERNELS = (
-    "pre", "transition", "out", "out_backward", "transition_backward", "query_backward", "solve_backward",
-    "key_backward",
+    "pre", "transition", "transition_out", "out", "out_backward", "transition_backward", "query_backward",
+    "solve_backward", "key_backward",
 )  # fmt: skip
 
 
@@ -89,7 +98,7 @@ class Launches:
         prepared = _Prepared(problem)
         v_new, states = problem.tiles(shape.v_dim), problem.states()
         grad_solved, grad_states = problem.tiles(shape.v_dim), problem.states()
-        q_norm, grad_gate = problem.tokens(), problem.tokens()
+        q_norm, grad_gate = prepared.factors[..., kernels.Q_NORM, :], problem.tokens()
         grad_system = problem.tiles(CHUNK)
         state_out, grad_state_in = torch.empty_like(state), torch.empty_like(state)
         o, grad_v, grad_g, grad_beta = (torch.empty_like(x) for x in (v, v, g, beta))
@@ -97,9 +106,23 @@ class Launches:
         like = dict(dtype=torch.float32 if shared else q.dtype, device=device)
         grad_q, grad_k = (torch.empty(*v.shape[:3], shape.k_dim, **like) for _ in range(2))
         factors, docs = (prepared.gate_sum, prepared.k_norm), None
+        scores = problem.tiles(CHUNK) if hopper.available(problem.device) else None
 
         def pre(tile: Tile) -> None:
-            prepared.run(problem, tile, whole, k, g, beta)
+            prepared.run(problem, tile, whole, q, k, g, beta, scores)
+
+        def transition_backward(tile: Tile) -> None:
+            given = scores if hopper.runs(problem, tile, q, k, grad_o) else None
+            outputs = (grad_state, grad_solved, grad_states, grad_state_in)
+            problem.transition_backward(tile, whole, prepared, q, k, grad_o, given, *outputs)
+
+        def transition_out(tile: Tile) -> None:
+            """ST and Out in one, where that runs; else ST."""
+            if hopper.runs(problem, tile, q, k, v):
+                args = (prepared.solve, scores, prepared.factors, q, k, v, state, o, state_out)
+                hopper.transition_out(problem, tile, whole, *args)
+            else:
+                problem.transition(tile, whole, prepared, k, v, state, states, v_new, state_out)
 
         def per_chunk(kernel, args: tuple, tile: Tile) -> None:
             problem.per_chunk(kernel, tile, whole, *args)
@@ -108,15 +131,14 @@ class Launches:
         self.by_name: dict[str, Callable[[Tile], None]] = {
             "pre": pre,
             "transition": lambda tile: problem.transition(tile, whole, prepared, k, v, state, states, v_new, state_out),
+            "transition_out": transition_out,
             "out": partial(per_chunk, gated_delta.out_kernel, (q, k, docs, states, v_new, *factors, o, *numbers)),
             "out_backward": partial(
                 per_chunk,
                 gated_delta_backward.out_backward_kernel,
-                (q, k, docs, grad_o, *factors, q_norm, prepared.factors, grad_solved, *numbers),
+                (q, k, docs, grad_o, *factors, prepared.factors, grad_solved, *numbers),
             ),
-            "transition_backward": lambda tile: problem.transition_backward(
-                tile, whole, prepared, q, k, grad_o, grad_state, grad_solved, grad_states, grad_state_in
-            ),
+            "transition_backward": transition_backward,
             "query_backward": partial(
                 per_chunk,
                 gated_delta_backward.query_backward_kernel,
@@ -136,8 +158,97 @@ class Launches:
                 + (grad_gate, grad_system, grad_k, grad_g, problem.scale),
             ),
         }
+        # All three of the last ones at once, where that runs.
+        made = (prepared.factors, q, k, v, grad_o, v_new, states, grad_solved, grad_states)
+        outputs = (grad_q, grad_k, grad_v, grad_g, grad_beta)
+        self.merges_gradients = hopper.merges_gradients(problem, 1, q, k, v, grad_o)
+        self.gradients = lambda chunks_a_program: hopper.gradients(problem, chunks_a_program, whole, *made, *outputs)
         self.results = dict(o=o, state=state_out, dq=grad_q, dk=grad_k, dv=grad_v, dg=grad_g, dbeta=grad_beta)
         self.results["dstate"] = grad_state_in
         if fill is not None:
             for name in KERNELS:
                 self.by_name[name](getattr(fill, name))
+
+
+def _variants(plan: Plan) -> dict[str, Plan]:
+    """Backwards that differ in one thing from the plan's."""
+    found = {f"gradient_chunks {n}": replace(plan, gradient_chunks=n) for n in (0, 4, 8, 16, 32)}
+    for cuts in ((), (0.5,), (0.33, 0.66)):
+        found[f"overlap, cuts {list(cuts)}"] = replace(plan, overlap_backward=True, backward_cuts=cuts)
+    pairs = (((32, 4, 2), (32, 4, 2)), ((16, 4, 3), (16, 4, 2)), ((32, 4, 4), (32, 4, 3)), ((16, 4, 4), (16, 4, 3)))
+    for walk, walk_back in pairs:
+        tiles = dict(transition=Tile(*walk, specialized=True), transition_backward=Tile(*walk_back, specialized=True))
+        found[f"overlap, ST {walk}, STB {walk_back}"] = replace(plan, **tiles, overlap_backward=True, backward_cuts=())
+    found["no overlap"] = replace(plan, overlap_backward=False, backward_cuts=())
+    return {name: variant for name, variant in found.items() if variant != plan}
+
+
+def _forward_variants(plan: Plan) -> dict[str, Plan]:
+    tiles = [Tile(*sizes, specialized=True) for sizes in ((32, 4, 3), (32, 4, 2), (16, 4, 3), (16, 4, 2))]
+    found = {"ST and Out apart": replace(plan, transition_out=Tile())}
+    for tile in tiles:
+        for cuts in ((), (0.5,), (0.3, 0.6)):
+            name = f"ST and Out in one, BV {tile.block_v}, {tile.num_stages} stages, cuts {list(cuts)}"
+            found[name] = replace(plan, transition_out=tile, cuts=cuts)
+    return {name: variant for name, variant in found.items() if variant != plan}
+
+
+def _time_kernels(shape: Shape, device: torch.device, plan: Plan, measure) -> dict[str, float]:
+    launches = Launches(shape, shape.tokens, device, fill=plan)
+    times = {name: measure(lambda name=name: launches.by_name[name](getattr(plan, name))) for name in KERNELS}
+    if launches.merges_gradients and plan.gradient_chunks:
+        times["gradients"] = measure(lambda: launches.gradients(plan.gradient_chunks))
+    return times
+
+
+def time_all(shape: Shape, say=print) -> None:
+    """Prints what the module says, medians of 11 runs."""
+    from stateflow.bench.measure import time_call
+    from stateflow_kernels.plans import choice_for
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    plan = choice_for(shape, device).plan
+    sizes = (shape.num_heads, shape.num_key_heads, shape.k_dim, shape.v_dim)
+    problem = self_check.Problem(device, getattr(torch, shape.dtype), *sizes, normalize=True, has_docs=False)
+    inputs, grads = problem.example()
+    expected = problem.expected(*([x if x is None else x.double() for x in xs] for xs in (inputs, grads)))
+
+    def verdict(plan: Plan) -> str:
+        trial = self_check._try(problem, plan, inputs, grads, expected)
+        missed = trial.misses(problem.bounds)
+        return f"wrong: {', '.join(missed)}" if missed else f"right, largest error {max(trial.errors.values()):.1e}"
+
+    def measure(call: Callable[[], object], ahead_ms: float = 0.4) -> float:
+        return time_call(call, runs=11, warm_up=2, ahead_ms=ahead_ms).median
+
+    say(f"{shape}: {verdict(plan)}")
+    times = _time_kernels(shape, device, plan, measure)
+    say("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()) + " ms")
+    call = Call(shape, shape.tokens, device)
+    outputs = call.forward(plan)
+    forward = measure(lambda: call.forward(plan), 2.0)
+    backward = measure(lambda: call.backward(plan, outputs), 2.0)
+    say(f"  forward {forward:.3f} ms, backward {backward:.3f} ms, both {forward + backward:.3f} ms")
+    for name, variant in _forward_variants(plan).items():
+        ms = measure(lambda variant=variant: call.forward(variant), 2.0)
+        say(f"  forward with {name}: {ms:.3f} ms, {verdict(variant)}")
+    for name, variant in _variants(plan).items():
+        ms = measure(lambda variant=variant: call.backward(variant, outputs), 2.0)
+        say(f"  backward with {name}: {ms:.3f} ms, {verdict(variant)}")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m stateflow.planning.kernel_launches")
+    parser.add_argument("--shapes", nargs="+", default=["20x32768", "10x32768", "20x16384"])
+    for name in ("k-dim", "v-dim"):
+        parser.add_argument(f"--{name}", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args(arguments)
+    for text in options.shapes:
+        heads, tokens = map(int, text.split("x"))
+        time_all(Shape("gated_delta_rule", heads, heads, options.k_dim, options.v_dim, options.dtype, 1, tokens))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -36,12 +36,17 @@ _SUMMING = ((64, 4, 2), (32, 4, 2), (32, 4, 3), (64, 4, 3), (32, 4, 4))
 _SUMS = ("query_backward", "solve_backward", "key_backward")
 _WALK = ((16, 4, 3), (16, 4, 4), (32, 4, 2), (32, 4, 3), (32, 4, 4), (64, 4, 3))
 _WALK += tuple((v, 4, stages, True) for v, stages in ((32, 4), (16, 4), (16, 6), (32, 2)))
+_WALK_OUT = tuple((v, 4, stages, True) for v, stages in ((32, 3), (32, 2), (16, 3), (16, 2)))
 _WALK_BACK = ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2))
 _WALK_BACK += tuple((v, 4, stages, True) for v, stages in ((32, 3), (32, 2), (16, 4), (16, 2)))
 
 CUTS = ((0.5,), (0.33, 0.66), (0.25, 0.6))
 # Without anything beside it, a cut only costs.
 BACKWARDS = tuple(dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,), (0.33,), (0.33, 0.66)))
+# Chunks a program, where the gradients come from one kernel.
+GRADIENTS = tuple(dict(gradient_chunks=chunks) for chunks in (4, 16, 32, 0))
+# ST and STB that fit one multiprocessor together, columns and stages of each; ST is then the backward's only.
+TOGETHER = (((32, 2), (32, 2)), ((16, 3), (16, 2)))
 BESIDE = 3  # so many of the fastest tiles of a walk are also tried beside other kernels
 
 
@@ -60,16 +65,18 @@ class Family:
         candidates: by kernel the tiles worth a try, (columns, warps, stages); 0 columns: as many as the default has.
         walks: the kernels that go through the chunks in order, of the forward and of the backward.
         backwards: what may run beside what in the backward.
+        walk_out: the kernel that is walk and outputs of the forward in one, if there is one.
     """
 
     kernels: tuple[str, ...]
     candidates: Callable[[str], tuple[tuple[int, int, int], ...]]
     walks: tuple[str, str]
     backwards: tuple[dict, ...]
+    walk_out: str | None = None
 
 
 def _gated_delta_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
-    walks = {"transition": _WALK, "transition_backward": _WALK_BACK}
+    walks = {"transition": _WALK, "transition_backward": _WALK_BACK, "transition_out": _WALK_OUT}
     return walks.get(kernel, _SUMMING if kernel in _SUMS else _PARALLEL)
 
 
@@ -79,7 +86,9 @@ def _mamba3_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
 
 
 FAMILIES = {
-    "gated_delta_rule": Family(KERNELS, _gated_delta_candidates, ("transition", "transition_backward"), BACKWARDS),
+    "gated_delta_rule": Family(
+        KERNELS, _gated_delta_candidates, ("transition", "transition_backward"), BACKWARDS, "transition_out"
+    ),
     "mamba3": Family(
         mamba3_launches.KERNELS, _mamba3_candidates, ("scan", "scan_backward"), (dict(overlap_backward=True),)
     ),
@@ -201,9 +210,24 @@ class Search:
         walk, walk_back = family.walks
         forward = [{"cuts": cuts, walk: tile} for cuts in CUTS for tile in fastest[walk][:BESIDE]]
         plan = self._options("forward", serial, forward, self.bench.time_forward)
+        if family.walk_out is not None and getattr(self.default, family.walk_out).specialized:
+            tiles = [tile for tile in fastest[family.walk_out] if tile.specialized]
+            in_one = [{"cuts": cuts, family.walk_out: tile} for cuts in ((), *CUTS) for tile in tiles[:BESIDE]]
+            plan = self._options("forward in one", plan, in_one, self.bench.time_forward)
         # ST of the backward's replay has the forward's tile.
         backward = [options | {walk_back: tile} for options in family.backwards for tile in fastest[walk_back][:BESIDE]]
-        return self._options("backward", plan, backward, self.bench.time_backward)
+        plan = self._options("backward", plan, backward, self.bench.time_backward)
+        if family.walk_out is not None and getattr(plan, family.walk_out).specialized:
+            pairs = [
+                {name: Tile(v, 4, n, specialized=True) for name, (v, n) in zip(family.walks, pair, strict=True)}
+                for pair in TOGETHER
+            ]
+            beside = [dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,))]
+            together = [pair | options for pair in pairs for options in beside]
+            plan = self._options("backward, both walks at once", plan, together, self.bench.time_backward)
+        if getattr(self.default, "gradient_chunks", 0):
+            plan = self._options("backward, gradients", plan, GRADIENTS, self.bench.time_backward)
+        return plan
 
     def _options(
         self, name: str, serial: AnyPlan, options: Sequence[dict], time_plan: Callable[[AnyPlan], Timing]

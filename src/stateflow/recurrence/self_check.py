@@ -179,14 +179,16 @@ def checked_plan(problem: Checkable, plan):
 
 
 def safe_plans(problem: Checkable, plan) -> list:
-    """`plan`, then the default one, then one of small tiles and short load pipelines."""
+    """`plan`, then the default one, then one of small tiles and short load pipelines, all in Triton."""
     default = problem.fallback_plan()
     values = {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
     tiles = {
-        name: dataclasses.replace(value, block_v=min(16, value.block_v), num_stages=2)
+        name: dataclasses.replace(value, block_v=min(16, value.block_v), num_stages=2, specialized=False)
         for name, value in values.items()
         if dataclasses.is_dataclass(value)
     }
+    if "gradient_chunks" in values:
+        tiles["gradient_chunks"] = 0
     return list(dict.fromkeys([plan, default, dataclasses.replace(default, **tiles)]))
 
 

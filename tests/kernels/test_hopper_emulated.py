@@ -1,0 +1,68 @@
+"""The kernels for Hopper, emulated on the CPU: what they compute, and that their barriers fit together."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+from stateflow.recurrence import gated_delta_rule
+from stateflow_kernels import hopper
+from stateflow_kernels.gated_delta_rule import Tile, default_plan
+from stateflow_kernels.primitives import INTERPRETED
+from tests.kernels.gluon_emulation import hopper_on_the_cpu
+from tests.kernels.test_gated_delta_kernels import BOUNDS, exact, make_inputs, run, run_in_pieces, use_plans
+from tests.recurrence.op_testing import assert_close, assert_same_bits, documents
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the other kernels must run on the CPU, too")
+
+TRITON = dict(backend="triton", use_qk_l2norm_in_kernel=True)
+PLAN = dataclasses.replace(default_plan(64, 64, torch.bfloat16), gradient_chunks=2)
+
+
+@pytest.fixture
+def inputs() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return make_inputs(1, 200, 2, 1, 64, 64, dtype=torch.bfloat16, normalize=True)
+
+
+def test_all_gradients_from_one_kernel(inputs, monkeypatch):
+    docs = documents(1, 200, rate=0.02)
+    use_plans(monkeypatch, lambda *_, **__: PLAN)
+    launches, launch = [], hopper.gradients
+    monkeypatch.setattr(hopper, "gradients", lambda *args: launches.append(args) or launch(*args))
+    with hopper_on_the_cpu(monkeypatch):
+        results = run(inputs, docs, **TRITON)
+        assert launches
+        assert_same_bits(run_in_pieces(inputs, docs, [64], **TRITON), results)
+    expected = run(exact(inputs), docs, backend="chunk", use_qk_l2norm_in_kernel=True)
+    for result, reference, bound in zip(results, expected, BOUNDS[torch.bfloat16], strict=True):
+        assert_close([result], [reference], bound)
+
+
+def test_walks_do_what_tritons_do(inputs, monkeypatch):
+    """On a GPU bit for bit; here sums have another order."""
+    plan = dataclasses.replace(PLAN, gradient_chunks=0)
+    use_plans(monkeypatch, lambda *_, **__: plan)
+    expected = run(inputs, None, **TRITON)
+    walks = {"transition": 2, "transition_backward": 3, "transition_out": 2}
+    tiles = {name: Tile(32, 4, stages, specialized=True) for name, stages in walks.items()}
+    use_plans(monkeypatch, lambda *_, **__: dataclasses.replace(plan, **tiles))
+    launches = []
+    for name in walks:
+        launch = getattr(hopper, name)
+        monkeypatch.setattr(hopper, name, lambda *args, f=launch: launches.append(f) or f(*args))
+    with hopper_on_the_cpu(monkeypatch):
+        results = run(inputs, None, **TRITON)
+        assert {f.__name__ for f in launches} == set(walks)
+        assert_same_bits(run_in_pieces(inputs, None, [64], **TRITON), results)
+    assert_close(results, expected, 1e-3)
+
+
+def test_a_reader_that_a_place_does_not_count_is_found(inputs, monkeypatch):
+    use_plans(monkeypatch, lambda *_, **__: PLAN)
+    with hopper_on_the_cpu(monkeypatch):
+        monkeypatch.setattr(sys.modules["stateflow_kernels.hopper_gradients"], "READERS", (1,) * 10)
+        with pytest.raises(AssertionError, match="arrivals|overwritten|nobody"):
+            outputs = gated_delta_rule(*inputs, None, **TRITON)
+            torch.autograd.grad(outputs, inputs, [torch.ones_like(x) for x in outputs])
