@@ -3,6 +3,8 @@
 A module's attribute gives the *working weight*, a leaf in the compute dtype; the parameter itself, which optimizer,
 clipping and checkpoints see, stays as it is.  Working weights are cast once a step.  Gradients add up in one buffer a
 parameter, in the parameter's dtype and with an address that never changes, so that a recorded CUDA graph can add to it.
+Projections that are not compiled add theirs by the product that makes it (`weight_gradients.py`); other operations hand
+a gradient in the compute dtype to the leaf, which a hook adds.
 
 FSDP2 on one rank computes the same numbers, but runs Python for every parameter in every unit, and moves its weights.
 """
@@ -16,6 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stateflow.recurrence.numerics import adds_products
+from stateflow.weight_gradients import accumulates_in, adding_linear
+
 
 class Weight(NamedTuple):
     """A parameter, the leaf that is computed with, and the buffer in which gradients add up (the parameter's .grad)."""
@@ -27,12 +32,18 @@ class Weight(NamedTuple):
 
 @functools.cache  # one class for all modules of a kind, so that compiled blocks share their graphs
 def _with_working_weights(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass whose attributes `names` are the working weights, once there are any."""
+    """A subclass whose attributes `names` are the working weights, once there are any.
+
+    A projection adds up its gradients by itself.
+    """
 
     def make(name: str) -> property:
         return property(lambda self: self.working_weights.get(name, self._parameters[name]))
 
-    return type(cls.__name__, (cls,), {name: make(name) for name in names})
+    members = {name: make(name) for name in names}
+    if issubclass(cls, nn.Linear) and cls.forward is nn.Linear.forward:
+        members["forward"] = adding_linear
+    return type(cls.__name__, (cls,), members)
 
 
 class WorkingWeights:
@@ -112,6 +123,8 @@ class WorkingWeights:
         working = torch.empty_like(parameter, dtype=self._dtype, requires_grad=parameter.requires_grad)
         if parameter.requires_grad:
             working.register_post_accumulate_grad_hook(functools.partial(_hand_over, total=grad))
+            accumulates_in(working, grad)
+            adds_products(grad.device, working.dtype, grad.dtype)  # now: not while a CUDA graph is recorded
         return Weight(parameter, working, grad)
 
 

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stateflow.weight_gradients import add_weight_gradients, adding_linear, input_gradient
+
 
 @dataclass
 class WeightWork:
@@ -37,13 +39,7 @@ class WeightWork:
 
     def run(self) -> None:
         """Adds the gradients to the parameters'."""
-        grad_NO = self.grad.reshape(-1, self.grad.shape[-1])
-        with torch.no_grad():
-            grad_OI = grad_NO.t() @ self.x.reshape(-1, self.x.shape[-1])
-        if self.weight.requires_grad:
-            torch.autograd.backward(self.weight, grad_OI)
-        if self.bias is not None and self.bias.requires_grad:
-            torch.autograd.backward(self.bias, grad_NO.sum(0))
+        add_weight_gradients(self.weight, self.bias, self.x, self.grad)
 
 
 class DeferredWeights:
@@ -68,7 +64,7 @@ class DeferredWeights:
         self._work: list[WeightWork] | None = None
         self._anchors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         for child in module.modules():
-            if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
+            if isinstance(child, nn.Linear) and type(child).forward in (nn.Linear.forward, adding_linear):
                 child.number = 0
                 child.__class__ = _put_off(type(child))
             if isinstance(child, _PutOff):
@@ -194,9 +190,7 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight_OI = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad.reshape(-1, grad.shape[-1]) @ weight_OI).reshape(x.shape)
+        grad_x = input_gradient(weight_OI, x, grad) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, x, grad
 
 
@@ -208,7 +202,7 @@ def project_backward(linear: nn.Linear, x: Tensor, grad: Tensor) -> Tensor:
             linear.put_off_by.note(linear, x, grad)
         else:
             WeightWork(weight, linear.bias, x, grad).run()
-    return (grad.reshape(-1, grad.shape[-1]) @ weight.detach()).reshape(x.shape)
+    return input_gradient(weight.detach(), x, grad)
 
 
 def run_all(work: list[WeightWork]) -> None:

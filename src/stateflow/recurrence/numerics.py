@@ -1,5 +1,7 @@
 """Accumulation types, and what honours them: the matrix product, the L2 norm."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,39 @@ def product(left: Tensor, right: Tensor, operand_dtype: torch.dtype) -> Tensor:
         return multiply(left.to(operand_dtype), right.to(operand_dtype), out_dtype=torch.float32)
     dtype = at_least_float32(operand_dtype)
     return left.to(dtype) @ right.to(dtype)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right for matrices, in place and not seen by autograd.
+
+    Where the product can accumulate into `total` it does, and the product itself is never in memory: operands of the
+    dtype of `total`, and on a GPU 16 bits added to float32. Elsewhere it is made in the operands' dtype, then added.
+    """
+    with torch.no_grad():
+        if left.dtype == right.dtype == total.dtype:
+            total.addmm_(left, right)
+        elif left.dtype == right.dtype and adds_products(total.device, left.dtype, total.dtype):
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        else:
+            total.add_(left @ right)
+
+
+@functools.cache
+def adds_products(device: torch.device, operands: torch.dtype, total: torch.dtype) -> bool:
+    """Whether matrix products of `operands` can accumulate into a `total` of another dtype on `device`.
+
+    Found out by trying once: the first call waits for the device, and must not come while a CUDA graph is recorded.
+    """
+    if device.type != "cuda" or operands not in HALF_DTYPES or total != torch.float32:
+        return False
+    ones = torch.ones(16, 16, dtype=operands, device=device)
+    # 1/512 more than what `operands` can represent beside 1 shows whether anything is rounded to it on the way.
+    result = torch.full((16, 16), 1 + 2**-9, dtype=total, device=device)
+    try:
+        torch.addmm(result, ones, ones, out_dtype=total, out=result)
+    except (RuntimeError, TypeError):  # no such overload, or one that insists on a `total` of the operands' dtype
+        return False
+    return bool((result == 17 + 2**-9).all())
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
