@@ -54,13 +54,13 @@ def adds_products(device: torch.device, operands: torch.dtype, total: torch.dtyp
     if device.type != "cuda" or operands not in HALF_DTYPES or total != torch.float32:
         return False
     ones = torch.ones(16, 16, dtype=operands, device=device)
-    # 1/512 more than what `operands` can represent beside 1 shows whether anything is rounded to it on the way.
-    result = torch.full((16, 16), 1 + 2**-9, dtype=total, device=device)
+    # 16 bits cannot hold the last term beside 1: whether anything is rounded on the way shows.
+    result = torch.full((16, 16), 1 + 2**-12, dtype=total, device=device)
     try:
         torch.addmm(result, ones, ones, out_dtype=total, out=result)
     except (RuntimeError, TypeError):  # no such overload, or one that insists on a `total` of the operands' dtype
         return False
-    return bool((result == 17 + 2**-9).all())
+    return bool((result == 17 + 2**-12).all())
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
