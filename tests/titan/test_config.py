@@ -76,6 +76,9 @@ REFUSED = {
         "mixed_precision_alone = true is for pipelines",
     "--stateflow.mixed-precision-alone --parallelism.data_parallel_replicate_degree=2":
         "data_parallel_replicate_degree = 2: set that to 1",
+    "--stateflow.mixed-precision-alone --stateflow.no-enable "
+    "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble":
+        "mixed_precision_alone = true does not go with torchtitan's ZBVZeroBubble",
     "--stateflow.cuda-graphs": "cuda_graphs = true needs mixed_precision_alone = true",
     "--stateflow.cuda-graphs --stateflow.mixed-precision-alone --parallelism.tensor_parallel_degree=2":
         "cuda_graphs = true needs mixed_precision_alone = true in a pipeline without data or tensor parallelism",

@@ -424,6 +424,9 @@ def has_working_weights(job_config) -> bool:
     )
 
 
+TORCH_SPLIT_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
 def _check_mixed_precision_alone(job_config) -> None:
     p = job_config.parallelism
     if not mixed_precision_alone(job_config):
@@ -438,6 +441,12 @@ def _check_mixed_precision_alone(job_config) -> None:
         replicas == 1,
         f"[stateflow] mixed_precision_alone = true does not go with data_parallel_replicate_degree = {replicas}: "
         "set that to 1, or data_parallel_shard_degree to 2 or more, which brings mixed precision with it",
+    )
+    _expect(
+        job_config.stateflow.enable or p.pipeline_parallel_schedule not in TORCH_SPLIT_SCHEDULES,
+        f"[stateflow] mixed_precision_alone = true does not go with torchtitan's {p.pipeline_parallel_schedule}, whose "
+        'own split of the backward does not find the working weights: use pipeline_parallel_schedule = "1F1B", or '
+        "mixed_precision_alone = false",
     )
 
 
