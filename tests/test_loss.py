@@ -102,9 +102,9 @@ def test_logits_exist_for_one_block_only_and_nothing_wide_is_saved():
     hidden, weight, labels = make_inputs(1, 64, 2, 50, ignored=0.0)
     flat = (hidden.detach()[0], weight.detach(), labels[0])
     with LargestTensor() as forward:
-        _, lse = loss._linear_cross_entropy.implementation(*flat, -100, 4)
+        _, lse = loss._linear_cross_entropy.implementation(*flat, -100, 4, False)
     with LargestTensor() as backward:
-        loss._linear_cross_entropy_backward.implementation(torch.ones(()), *flat, lse, -100, 4)
+        loss._linear_cross_entropy_backward.implementation(torch.ones(()), *flat, lse, -100, 4, False)
     assert max(forward.numel, backward.numel) <= 4 * 50
     with saved_tensors() as saved:
         linear_cross_entropy(hidden, weight, labels, block_tokens=4)
@@ -123,7 +123,7 @@ def test_gradcheck_and_operation_is_well_formed():
     torch.manual_seed(0)
     hidden, weight, labels = make_inputs(1, 4, 2, 3, ignored=0.3)
     assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels), (hidden, weight))
-    flat = (hidden.detach()[0].requires_grad_(), weight, labels[0], -100, 2)
+    flat = (hidden.detach()[0].requires_grad_(), weight, labels[0], -100, 2, False)
     torch.library.opcheck(torch.ops.stateflow.linear_cross_entropy, flat)
 
 

@@ -1,5 +1,7 @@
 """Accumulation types, and what honours them: the matrix product, the L2 norm."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,30 @@ def product(left: Tensor, right: Tensor, operand_dtype: torch.dtype) -> Tensor:
         return multiply(left.to(operand_dtype), right.to(operand_dtype), out_dtype=torch.float32)
     dtype = at_least_float32(operand_dtype)
     return left.to(dtype) @ right.to(dtype)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, operand_dtype: torch.dtype) -> None:
+    """total += product(left, right, operand_dtype) for matrices, by the product itself where the device can."""
+    if left.is_cuda and operand_dtype in HALF_DTYPES:
+        if _adds_to_float32(left.device, operand_dtype):
+            factors = left.to(operand_dtype), right.to(operand_dtype)
+            torch.addmm(total, *factors, out_dtype=torch.float32, out=total)
+        else:
+            total += product(left, right, operand_dtype)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+@functools.cache
+def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of 16-bit matrices adds to a float32 one in place: some releases of torch refuse."""
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
