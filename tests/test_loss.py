@@ -171,6 +171,7 @@ def test_gradcheck_and_operation_is_well_formed():
         (dict(labels_BT=torch.zeros(1, 3, dtype=torch.int64)), r"needs labels \[1, 4\]"),
         (dict(weight_VD=torch.zeros(5, 3)), r"a weight \[V, 2\]"),
         (dict(block_tokens=0), "block_tokens must be at least 1, got 0"),
+        (dict(backend="fast"), "unknown backend 'fast'"),
     ],
 )
 def test_refusals(change, message):

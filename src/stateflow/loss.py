@@ -12,6 +12,7 @@ of z: `linear_cross_entropy_with_gradients`.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -234,25 +235,35 @@ def linear_cross_entropy_with_gradients(
     return loss_N.sum(), (grad_hidden_ND.view(hidden_BTD.shape), grad_weight_VD)
 
 
-def cross_entropy_sum(output: tuple[Tensor, Tensor], labels_BT: Tensor) -> Tensor:
-    """The summed loss of what a model with a head returned, (hidden_BTD, weight_VD).
+@dataclass(frozen=True)
+class CrossEntropySum:
+    """The summed loss of what a model with a head returned, (hidden_BTD, weight_VD); `cross_entropy_sum` is one.
 
     A weight that is a DTensor is cut on the vocabulary over the ranks of tensor parallelism.
+
+    Attributes:
+        backend: as in `linear_cross_entropy`.
     """
-    hidden_BTD, weight_VD = output
-    if isinstance(weight_VD, DTensor):
-        return sharded_linear_cross_entropy(hidden_BTD, weight_VD, labels_BT)
-    return linear_cross_entropy(hidden_BTD, weight_VD, labels_BT)
+
+    backend: str = "auto"
+
+    def __call__(self, output: tuple[Tensor, Tensor], labels_BT: Tensor) -> Tensor:
+        hidden_BTD, weight_VD = output
+        if isinstance(weight_VD, DTensor):
+            return sharded_linear_cross_entropy(hidden_BTD, weight_VD, labels_BT)
+        return linear_cross_entropy(hidden_BTD, weight_VD, labels_BT, backend=self.backend)
+
+    def with_gradient(
+        self, output: tuple[Tensor, Tensor], labels_BT: Tensor, scale: Tensor | float
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The sum, and the gradients of scale times it by the output, for plain tensors.
+
+        With it a pipeline's last stage puts the loss off until the backward, see `pipeline.stage.ChunkStage`.
+        """
+        return linear_cross_entropy_with_gradients(*output, labels_BT, scale, backend=self.backend)
 
 
-def _with_gradient(
-    output: tuple[Tensor, Tensor], labels_BT: Tensor, scale: Tensor | float
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    return linear_cross_entropy_with_gradients(*output, labels_BT, scale)
-
-
-# A pipeline's last stage puts the loss off until the unit's backward with it, see `pipeline.stage.ChunkStage`.
-cross_entropy_sum.with_gradient = _with_gradient
+cross_entropy_sum = CrossEntropySum()
 
 
 def reference_cross_entropy(output: tuple[Tensor, Tensor], labels_BT: Tensor) -> Tensor:

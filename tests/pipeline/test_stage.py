@@ -13,7 +13,7 @@ import torch
 from stateflow import loss as loss_module
 from stateflow.boundary import SequenceWindow, own_storage
 from stateflow.chunks import ChunkPlan
-from stateflow.loss import cross_entropy_sum
+from stateflow.loss import CrossEntropySum, cross_entropy_sum
 from stateflow.pipeline.local import run_local
 from stateflow.pipeline.stage import UnitOrderError
 from tests import cases
@@ -124,13 +124,13 @@ def test_a_gradient_that_the_loss_leaves_out_shows(dropped, monkeypatch):
         return cases.largest_difference(cases.gradients_of(stages), expected)[0]
 
     assert error() <= 1e-10
-    with_gradient = cross_entropy_sum.with_gradient
+    with_gradient = CrossEntropySum.with_gradient
 
     def faulty(*args):
         loss, grads = with_gradient(*args)
         return loss, tuple(torch.zeros_like(g) if i == dropped else g for i, g in enumerate(grads))
 
-    monkeypatch.setattr(cross_entropy_sum, "with_gradient", faulty)
+    monkeypatch.setattr(CrossEntropySum, "with_gradient", faulty)
     for stage in stages:
         stage.module.zero_grad()
     assert error() > 0.5
