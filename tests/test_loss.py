@@ -5,7 +5,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stateflow import loss
-from stateflow.loss import cross_entropy_sum, linear_cross_entropy, reference_cross_entropy
+from stateflow.loss import (
+    cross_entropy_sum,
+    linear_cross_entropy,
+    linear_cross_entropy_with_gradients,
+    reference_cross_entropy,
+)
 from tests.recurrence.op_testing import LargestTensor, assert_close, poisoned_memory, saved_tensors
 
 
@@ -40,7 +45,10 @@ def test_loss_and_gradients_equal_those_of_full_logits(
     blocks = linear_cross_entropy(hidden, weight, labels, block_tokens=block_tokens)
     full = reference_cross_entropy((hidden, weight), labels)
     assert blocks.shape == ()
-    assert_close(with_grads(blocks, hidden, weight), with_grads(full, hidden, weight))
+    expected = with_grads(full, hidden, weight)
+    assert_close(with_grads(blocks, hidden, weight), expected)
+    value, grads = linear_cross_entropy_with_gradients(hidden, weight, labels, 0.7, block_tokens=block_tokens)
+    assert_close([value, *grads], expected)
 
 
 def test_a_chunk_without_labels_is_exactly_zero():
@@ -89,6 +97,31 @@ def test_16_bit_inputs_give_a_float32_loss():
     assert_close(low[1:], high[1:], tolerance=5e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_pass_equals_forward_and_backward(dtype):
+    torch.manual_seed(0)
+    hidden, weight, labels = make_inputs(2, 40, 16, 50, 0.2, dtype)
+    expected = with_grads(linear_cross_entropy(hidden, weight, labels, block_tokens=32), hidden, weight)
+    scale = torch.tensor(0.7, dtype=torch.float64)
+    value, grads = linear_cross_entropy_with_gradients(hidden, weight, labels, scale, block_tokens=32)
+    assert not value.requires_grad and not grads[0].requires_grad
+    for mine, theirs in zip((value, *grads), expected, strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and torch.equal(mine, theirs)
+
+
+def test_no_tokens():
+    hidden, weight, labels = make_inputs(1, 0, 3, 7, ignored=0.0)
+    expected = with_grads(reference_cross_entropy((hidden, weight), labels), hidden, weight)
+    assert_close(with_grads(linear_cross_entropy(hidden, weight, labels), hidden, weight), expected)
+    value, grads = linear_cross_entropy_with_gradients(hidden, weight, labels)
+    assert_close([value, *grads], expected)
+
+
+def test_blocks_of_logits_stay_below_a_gibibyte():
+    assert 4096 <= loss.tokens_in_block(50304) == 2**28 // 50304
+    assert loss.tokens_in_block(2**30) == 1
+
+
 def test_large_logits_stay_finite():
     hidden = torch.tensor([[[1e4, -1e4]]], dtype=torch.float32, requires_grad=True)
     weight, labels = torch.eye(2, requires_grad=True), torch.tensor([[1]])
@@ -102,10 +135,12 @@ def test_logits_exist_for_one_block_only_and_nothing_wide_is_saved():
     hidden, weight, labels = make_inputs(1, 64, 2, 50, ignored=0.0)
     flat = (hidden.detach()[0], weight.detach(), labels[0])
     with LargestTensor() as forward:
-        _, lse = loss._linear_cross_entropy.implementation(*flat, -100, 4)
+        _, lse = loss._linear_cross_entropy.implementation(*flat, -100, 4, False)
     with LargestTensor() as backward:
-        loss._linear_cross_entropy_backward.implementation(torch.ones(()), *flat, lse, -100, 4)
-    assert max(forward.numel, backward.numel) <= 4 * 50
+        loss._linear_cross_entropy_backward.implementation(torch.ones(()), *flat, lse, -100, 4, False)
+    with LargestTensor() as once:
+        linear_cross_entropy_with_gradients(*flat, block_tokens=4)
+    assert max(forward.numel, backward.numel, once.numel) <= 4 * 50
     with saved_tensors() as saved:
         linear_cross_entropy(hidden, weight, labels, block_tokens=4)
     assert {tuple(x.shape) for x in saved} == {(64, 2), (50, 2), (64,)}
@@ -116,14 +151,17 @@ def test_no_uninitialised_memory_is_read():
     hidden, weight, labels = make_inputs(2, 7, 3, 5, ignored=0.3)
     with poisoned_memory():
         poisoned = with_grads(linear_cross_entropy(hidden, weight, labels, block_tokens=4), hidden, weight)
-    assert_close(poisoned, with_grads(reference_cross_entropy((hidden, weight), labels), hidden, weight))
+        value, grads = linear_cross_entropy_with_gradients(hidden, weight, labels, 0.7, block_tokens=4)
+    expected = with_grads(reference_cross_entropy((hidden, weight), labels), hidden, weight)
+    assert_close(poisoned, expected)
+    assert_close([value, *grads], expected)
 
 
 def test_gradcheck_and_operation_is_well_formed():
     torch.manual_seed(0)
     hidden, weight, labels = make_inputs(1, 4, 2, 3, ignored=0.3)
     assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels), (hidden, weight))
-    flat = (hidden.detach()[0].requires_grad_(), weight, labels[0], -100, 2)
+    flat = (hidden.detach()[0].requires_grad_(), weight, labels[0], -100, 2, False)
     torch.library.opcheck(torch.ops.stateflow.linear_cross_entropy, flat)
 
 
@@ -133,6 +171,7 @@ def test_gradcheck_and_operation_is_well_formed():
         (dict(labels_BT=torch.zeros(1, 3, dtype=torch.int64)), r"needs labels \[1, 4\]"),
         (dict(weight_VD=torch.zeros(5, 3)), r"a weight \[V, 2\]"),
         (dict(block_tokens=0), "block_tokens must be at least 1, got 0"),
+        (dict(backend="fast"), "unknown backend 'fast'"),
     ],
 )
 def test_refusals(change, message):

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 from .collectives import all_reduce
 from .recurrence.numerics import at_least_float32, product
 
+BLOCK_TOKENS = 1024
+
 
 class _ShardedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
@@ -70,7 +72,7 @@ def sharded_linear_cross_entropy(
     weight_VD: DTensor,
     labels_BT: Tensor,
     ignore_index: int = -100,
-    block_tokens: int = 1024,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> Tensor:
     """`loss.linear_cross_entropy` with a weight that is cut on the vocabulary, in equal parts, over a 1-D mesh.
 

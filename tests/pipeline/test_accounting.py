@@ -31,9 +31,10 @@ def test_hand_counted_1f1b():
     assert (first.carry_bytes, first.carry_grad_bytes, first.boundary_bytes) == (14, 7, 21)
     # Both microbatches are in flight at once, but only one is in its backward.
     assert (first.window_bytes, first.window_grad_bytes, first.window_total_bytes) == (16, 16, 32)
-    # Stage 1 holds (0,0) and (1,0) before B(0,0), and has three receives posted: (0,0), (0,1), (1,0).
+    # Stage 1 holds (0,0) and (1,0) before B(0,0), and the buffers that they were received into. (0,1) had one of its own,
+    # as (0,0) needed its place until B(0,0).
     assert (last.units, last.tokens) == (2, 6)
-    assert last.activation_pool == last.shared_pool == PoolPeak(live=3, buffers=3, bytes=30 + 10 + 30)
+    assert last.activation_pool == last.shared_pool == PoolPeak(live=2, buffers=3, bytes=30 + 10 + 30)
     assert last.gradient_pool == PoolPeak(0, 0, 0)
     assert (last.carry_bytes, last.carry_grad_bytes, last.boundary_bytes) == (7, 7, 14)
     assert (last.window_bytes, last.window_grad_bytes, last.window_total_bytes) == (16, 16, 32)
@@ -195,10 +196,10 @@ def test_skewed_chunks_weigh_more_than_their_share():
 
 
 def test_buffers_are_as_deep_as_the_window_and_not_as_the_step():
-    """Of 32 units a rank has buffers for those in flight, and for one whose receive is posted ahead."""
+    """Of 32 units a rank has buffers for those in flight: no receive is posted ahead."""
     prediction = predict(build_schedule("1f1b", 4, 8, 4), ChunkPlan.build(4096, 4), FOOTPRINT)
     assert [p.units for p in prediction.ranks] == [7, 6, 5, 4]
-    assert [p.activation_pool.buffers for p in prediction.ranks] == [0, 6 + 1, 5 + 1, 4 + 1]
+    assert [p.activation_pool.buffers for p in prediction.ranks] == [0, 6, 5, 4]
     assert all(p.gradient_pool.buffers <= 4 for p in prediction.ranks)
 
 

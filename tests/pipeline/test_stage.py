@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 
+from stateflow import loss as loss_module
 from stateflow.boundary import SequenceWindow, own_storage
 from stateflow.chunks import ChunkPlan
+from stateflow.loss import CrossEntropySum, cross_entropy_sum
 from stateflow.pipeline.local import run_local
 from stateflow.pipeline.stage import UnitOrderError
 from tests import cases
@@ -69,6 +73,88 @@ def test_the_output_of_a_unit_is_not_kept():
     assert storage() is None
 
 
+def run(stage, tokens, labels, *, split=False):
+    """All units; returns the losses and how many products of the head all forwards and all backwards took."""
+    with mock.patch.object(loss_module, "product", wraps=loss_module.product) as product:
+        losses = [stage.forward(0, i, tokens[i], target=labels[i]) for i in range(3)]
+        early, in_forward = [loss.item() for loss in losses], product.call_count
+        for i in reversed(range(3)):
+            stage.backward(0, i, loss_scale=0.1, input_only=split)
+            if split:
+                stage.weight_backward(0, i)
+    return early, losses, in_forward, product.call_count - in_forward
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I W"])
+def test_head_and_loss_run_once_in_the_backward(split):
+    results = []
+    for loss_fn in (cross_entropy_sum, lambda output, target: cross_entropy_sum(output, target)):
+        stage, _, tokens, labels = one_stage()
+        stage.loss_fn = loss_fn
+        if split:
+            stage.split_backward()
+        early, losses, *products = run(stage, tokens, labels, split=split)
+        stage.assert_drained()
+        results.append((early, losses, products, cases.gradients_of([stage])))
+    (early, losses, products, grads), (their_early, their_losses, their_products, their_grads) = results
+    assert all(math.isnan(value) for value in early) and products == [0, 3 * 3]
+    # A loss that does not say how to be put off is computed in the forward, under autograd.
+    assert their_early == [loss.item() for loss in their_losses] and their_products == [3, 3 * 3]
+    torch.testing.assert_close(losses, their_losses, rtol=1e-14, atol=0)
+    assert all(not loss.requires_grad for loss in losses)
+    worst, name = cases.largest_difference(grads, their_grads)
+    assert worst <= 1e-12, name
+
+
+@pytest.mark.parametrize("dropped", [0, 1], ids=["hidden", "weight"])
+def test_a_gradient_that_the_loss_leaves_out_shows(dropped, monkeypatch):
+    plan = ChunkPlan.explicit(6, [3, 3])
+    model = cases.make_model(["gdn", "attention"])
+    stages = cases.make_stages(model, 2, plan)
+    tokens, labels = cases.make_batch(1, 6, seed=0)
+
+    def error():
+        model.zero_grad()
+        scale = 1 / (labels != -100).sum().item()
+        run_local(cases.schedule_of("1f1b", 2, 1, plan), stages, plan, tokens, labels, loss_scale=scale)
+        _, expected = cases.reference_gradients(model, tokens, labels)
+        for stage in stages:
+            for parameter in stage.module.parameters():
+                assert parameter.grad is not None
+        return cases.largest_difference(cases.gradients_of(stages), expected)[0]
+
+    assert error() <= 1e-10
+    with_gradient = CrossEntropySum.with_gradient
+
+    def faulty(*args):
+        loss, grads = with_gradient(*args)
+        return loss, tuple(torch.zeros_like(g) if i == dropped else g for i, g in enumerate(grads))
+
+    monkeypatch.setattr(CrossEntropySum, "with_gradient", faulty)
+    for stage in stages:
+        stage.module.zero_grad()
+    assert error() > 0.5
+
+
+def test_what_the_loss_needs_is_let_go_in_the_backward():
+    """Between forward and backward the unit holds the head's inputs and the labels, and nothing as wide as logits."""
+    stage, _, tokens, labels = one_stage()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        stage.forward(0, 0, tokens[0], target=labels[0])
+    assert not [t for t in kept if cases.VOCAB in t.shape and t.dim() == 2 and t.shape != (cases.VOCAB, 12)]
+    put_off = stage._units[0, 0].put_off
+    assert [tuple(t.shape) for t in (*put_off.output, put_off.target)] == [(1, 4, 12), (cases.VOCAB, 12), (1, 4)]
+    hidden = weakref.ref(put_off.output[0].untyped_storage())
+    for i in (1, 2):
+        stage.forward(0, i, tokens[i], target=labels[i])
+    for i in (2, 1, 0):
+        stage.backward(0, i)
+    del put_off
+    gc.collect()
+    assert hidden() is None
+
+
 def test_evaluation_keeps_nothing():
     stage, plan, tokens, labels = one_stage()
     with torch.no_grad():
@@ -83,7 +169,10 @@ def test_a_given_initial_state_serves_one_pass():
     carries = stage.spec.carries_of(state, 1).apply(torch.ones_like)
 
     def losses(training):
-        return [stage.forward(0, i, tokens[i], target=labels[i], training=training) for i in range(3)]
+        values = [stage.forward(0, i, tokens[i], target=labels[i], training=training) for i in range(3)]
+        for i in reversed(range(3)) if training else ():
+            stage.backward(0, i)  # which computes the losses
+        return values
 
     stage.start(0, carries)
     given = losses(training=False)

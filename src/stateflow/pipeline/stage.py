@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stateflow.boundary import BoundarySpec, ReadPrefix, SequenceWindow, num_bytes, own_storage
 from stateflow.chunks import ChunkPlan
 from stateflow.pipeline.accounting import StageFootprint
 from stateflow.pipeline.deferred import DeferredWeights, WeightWork, held_bytes, run_all
+from stateflow.recurrence.numerics import at_least_float32
 
 LossFunction = Callable[[object, Tensor], Tensor]
 # Runs autograd from a scalar root and returns the gradients of ``leaves``: (root, leaves, last_backward) -> grads.
@@ -60,14 +62,30 @@ def run_autograd(root: Tensor, leaves: Sequence[Tensor], last_backward: bool) ->
 
 
 @dataclass
+class _PutOffLoss:
+    """What the backward computes a unit's loss from, and where it puts it."""
+
+    output: tuple[Tensor, ...]
+    target: Tensor
+    loss: Tensor
+
+    def run(self, loss_fn: LossFunction, scale: Tensor | float) -> tuple[Tensor, ...]:
+        """Returns the gradients of the output."""
+        loss, grads = loss_fn.with_gradient(self.output, self.target, scale)
+        self.loss.copy_(loss)
+        return grads
+
+
+@dataclass
 class _Unit:
     """What one unit holds between its forward and its backward."""
 
     root: Tensor | None
     grad_slot: list  # the list that _Root.backward returns
-    rooted: list[bool]  # which of (output, *carries, *windows) take part in the root
+    rooted: list[bool]  # which of (*output, *carries, *windows) take part in the root
     output_dtype: torch.dtype
     device: torch.device
+    put_off: _PutOffLoss | None  # the loss, where the backward computes it
     activation: Tensor | None  # received from the previous stage, an autograd leaf
     carries: list[Tensor]  # incoming state, autograd leaves
 
@@ -95,6 +113,11 @@ class ChunkStage:
     ``module(x, attention_masks=docs, state=flat)`` must return ``(output, updates)`` and offer
     ``state_spec(dtype)`` and ``initial_state(batch_size, device, dtype)`` (see ``stateflow.model.LanguageModel``).
     With ``loss_fn`` (last stage) and a target, a unit's forward returns the chunk's loss *sum* instead of the output.
+
+    A ``loss_fn`` may have an attribute ``with_gradient(output, target, scale) -> (loss sum, gradients of scale times it
+    by output)``, as ``loss.cross_entropy_sum`` has, for outputs that are tuples of tensors. In training head and loss
+    then run once, in the unit's backward, and the scalar that the forward has returned, NaN till then, gets its value
+    there. Other losses, and outputs with DTensors, are computed in the forward, under autograd.
     """
 
     module: nn.Module
@@ -170,8 +193,14 @@ class ChunkStage:
         carries = self._incoming_carries(microbatch, chunk, x, training)
         prefixes = self._incoming_prefixes(microbatch, start, x, training)
         output, updates = self.module(x, attention_masks=docs, state=self.spec.flat(carries, prefixes))
+        put_off = None
         if self.loss_fn is not None and target is not None:
-            output = self.loss_fn(output, target)
+            if training and self._can_put_off(output):
+                dtype = at_least_float32(output[0])
+                loss = torch.full((), math.nan, dtype=dtype, device=output[0].device)
+                put_off = _PutOffLoss(_detach(output), target, loss)
+            else:
+                output = self.loss_fn(output, target)
 
         outgoing = self.spec.carry_tensors(updates)
         fresh = self.spec.windows_of(updates)
@@ -180,7 +209,7 @@ class ChunkStage:
         # The final state of a sequence goes nowhere; keeping it out of the root spares its backward.
         handed_on = [] if last_chunk else outgoing
         if training:
-            self._units[microbatch, chunk] = self._record(x, carries, output, handed_on, fresh)
+            self._units[microbatch, chunk] = self._record(x, carries, output, handed_on, fresh, put_off)
         if last_chunk:
             self._next_chunk.pop(microbatch, None)
             if not training:
@@ -189,7 +218,11 @@ class ChunkStage:
             self._next_chunk[microbatch] = chunk + 1
             self._carries[microbatch] = [own_storage(t) for t in outgoing]
         self._note_usage()
-        return _detach(output)
+        return _detach(output) if put_off is None else put_off.loss
+
+    def _can_put_off(self, output) -> bool:
+        plain = isinstance(output, tuple) and not any(isinstance(t, DTensor) for t in output)
+        return plain and hasattr(self.loss_fn, "with_gradient")
 
     def _incoming_carries(self, microbatch: int, chunk: int, x: Tensor, training: bool) -> list[Tensor]:
         if chunk > 0:
@@ -220,15 +253,17 @@ class ChunkStage:
         for window, tensor in zip(self._windows.get(microbatch, ()), fresh, strict=True):
             window.write(start, tensor)
 
-    def _record(self, x, leaves, output, carries: list[Tensor], windows: list[Tensor]) -> _Unit:
+    def _record(
+        self, x, leaves, output, carries: list[Tensor], windows: list[Tensor], put_off: _PutOffLoss | None
+    ) -> _Unit:
         head = output if isinstance(output, Tensor) else output[0]
-        outputs = [head, *carries, *windows]
+        outputs = [*([head] if put_off is None else output), *carries, *windows]
         rooted = [t.requires_grad for t in outputs]
         slot: list = []
         joined = [t for t in outputs if t.requires_grad]
         root = _Root.apply(slot, *joined) if joined else None
         activation = x if x.is_floating_point() else None
-        return _Unit(root, slot, rooted, head.dtype, head.device, activation, leaves)
+        return _Unit(root, slot, rooted, head.dtype, head.device, put_off, activation, leaves)
 
     # ----------------------------------------------------------------- backward
     def backward(
@@ -247,10 +282,16 @@ class ChunkStage:
             raise UnitOrderError(f"{self.name}: backward of {where} before its forward")
         state_grads = self._outgoing_grads(microbatch, chunk)
         window_grads = self._window_grads(microbatch, chunk)
-        if grad_output is None:
-            grad_output = torch.as_tensor(loss_scale, dtype=unit.output_dtype, device=unit.device)
-        grads = [grad_output, *state_grads, *window_grads]
+        if unit.put_off is not None:
+            output_grads = unit.put_off.run(self.loss_fn, loss_scale)
+            unit.put_off = None
+        elif grad_output is None:
+            output_grads = (torch.as_tensor(loss_scale, dtype=unit.output_dtype, device=unit.device),)
+        else:
+            output_grads = (grad_output,)
+        grads = [*output_grads, *state_grads, *window_grads]
         unit.grad_slot[:] = [g for g, rooted in zip(grads, unit.rooted, strict=True) if rooted]
+        del output_grads, grads  # the slot alone holds them, and lets go of each once it is used
         leaves = [t for t in (unit.activation, *unit.carries) if t is not None and t.requires_grad]
         assert self._deferred is not None or not input_only, "split_backward() comes before the first forward"
         with self._deferred.collecting() if self._deferred is not None else nullcontext([]) as work:

@@ -93,7 +93,7 @@ class Analytic:
     def _launch_seconds(self, kind: Kind, stage: StageCost) -> float:
         head = 1 if stage.head_flops else 0  # norm, projection and loss launch about as much as a layer
         if kind is Kind.F:
-            return self.device.launch_seconds * (len(stage.layers) + head)
+            return self.device.launch_seconds * (len(stage.layers) + (0 if stage.loss_put_off else head))
         whole = self.device.launch_seconds * (sum(3 if again else 2 for again in stage.recomputed) + 2 * head)
         weights = self.device.launch_seconds * len(stage.layers) / 2  # a few products of a layer's many kernels
         return {Kind.B: whole, Kind.I: whole - weights, Kind.W: weights}[kind]

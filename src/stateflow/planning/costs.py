@@ -20,17 +20,17 @@ from torch import nn
 
 from stateflow.layers import Block
 from stateflow.layers.mixer import Mixer
-from stateflow.loss import linear_cross_entropy
+from stateflow.loss import tokens_in_block
 from stateflow.model import MIXERS, ModelConfig
 from stateflow.pipeline.accounting import StageFootprint
 from stateflow.pipeline.deferred import DeferredWeights, held_bytes
 from stateflow.planning.job import Job
+from stateflow.sharded_loss import BLOCK_TOKENS
 
 PROBE_TOKENS = 256
 # A token and element of the recurrent state: reading with k, adding the outer product and reading with q are 2 each;
 # Mamba-3 does not read with k. As in ``model.flops_per_token``.
 RECURRENCE_FLOPS = {"gdn": 6.0, "mamba3": 4.0}
-LOSS_BLOCK = linear_cross_entropy.__defaults__[-1]  # tokens whose logits exist at a time
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,14 @@ class StageCost:
     batch: int
     recomputed: tuple[bool, ...]  # by layer
     footprint: StageFootprint
+    loss_put_off: bool = True  # head and loss run once, in the backward (see ``pipeline.stage``)
 
     def forward_flops(self, start: int, length: int) -> dict[str, float]:
         """FLOPs of a forward by what bounds them: dense, attention, recurrence (eq. 9)."""
-        return self._flops(start, length, [1.0] * len(self.layers), 1.0)
+        return self._flops(start, length, [1.0] * len(self.layers), 0.0 if self.loss_put_off else 1.0)
 
     def backward_flops(self, start: int, length: int) -> dict[str, float]:
-        """The same of a full backward; the loss computes its logits again."""
+        """The same of a full backward; it is there that the loss computes its logits, or does so again."""
         return self._flops(start, length, [3.0 if again else 2.0 for again in self.recomputed], 3.0)
 
     def weight_flops(self, length: int) -> float:
@@ -216,6 +217,7 @@ def _stage_cost(job: Job, part: Sequence[str], costs: dict[str, LayerCost]) -> S
     pairs = list(zip(layers, recomputed, strict=True))
     saved = sum(config.dim * size if again else layer.saved_bytes for layer, again in pairs)
     working = head_flops = 0
+    loss_put_off = job.tensor_parallel == 1
     if "tok_embeddings" in part:
         parameters += embedding
         saved += 8  # the token ids
@@ -227,9 +229,10 @@ def _stage_cost(job: Job, part: Sequence[str], costs: dict[str, LayerCost]) -> S
         local_vocab = config.vocab_size // job.tensor_parallel
         parameters += embedding
         head_flops = 2.0 * local_vocab * config.dim
-        saved += 2 * config.dim * size + 16  # inputs of norm and head, labels, logsumexp
-        # Logits of a block and their gradient in float32, and the head's gradient before it is cast.
-        working = 4 * (2 * min(LOSS_BLOCK, batch * job.seq_len) * local_vocab + local_vocab * config.dim)
+        saved += 2 * config.dim * size + (8 if loss_put_off else 16)  # inputs of norm and head, labels, logsumexp
+        # Logits of a block in float32 and their gradient, and the head's gradient before it is cast.
+        block = min(tokens_in_block(local_vocab) if loss_put_off else BLOCK_TOKENS, batch * job.seq_len)
+        working = local_vocab * (block * (4 + size if loss_put_off else 8) + 4 * config.dim)
     peak = max((layer.peak_bytes for layer in layers), default=0)
     again = max((layer.saved_bytes for layer, again in pairs if again), default=0)
     return StageCost(
@@ -238,6 +241,7 @@ def _stage_cost(job: Job, part: Sequence[str], costs: dict[str, LayerCost]) -> S
         head_flops=head_flops,
         batch=batch,
         recomputed=recomputed,
+        loss_put_off=loss_put_off,
         footprint=StageFootprint(
             activation_bytes_per_token=batch * config.dim * size,
             carry_bytes=batch * sum(layer.carry_bytes for layer in layers),

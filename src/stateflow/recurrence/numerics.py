@@ -34,7 +34,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right for matrices, in place and not seen by autograd.
 
     Where the product can accumulate into `total` it does, and the product itself is never in memory: operands of the
-    dtype of `total`, and on a GPU 16 bits added to float32. Elsewhere it is made in the operands' dtype, then added.
+    dtype of `total`, and on a GPU 16 bits added to float32. Elsewhere `product` makes it, and it is added.
     """
     with torch.no_grad():
         if left.dtype == right.dtype == total.dtype:
@@ -42,7 +42,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         elif left.dtype == right.dtype and adds_products(total.device, left.dtype, total.dtype):
             torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
         else:
-            total.add_(left @ right)
+            total.add_(product(left, right, left.dtype))
 
 
 @functools.cache

@@ -12,11 +12,11 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers  # noqa: E402
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec  # noqa: E402
 
-from stateflow.loss import cross_entropy_sum  # noqa: E402
+from stateflow.loss import CrossEntropySum  # noqa: E402
 from stateflow.titan import resume  # noqa: E402
 from stateflow.titan.config import JobConfig, install  # noqa: E402
 from stateflow.titan.data import build_dataloader, build_validator  # noqa: E402
-from stateflow.titan.flavors import FLAVORS  # noqa: E402
+from stateflow.titan.flavors import FLAVORS, KERNEL_BACKENDS  # noqa: E402
 from stateflow.titan.model import TitanModel  # noqa: E402
 from stateflow.titan.parallelize import parallelize  # noqa: E402
 from stateflow.titan.pipeline import pipeline  # noqa: E402
@@ -29,7 +29,9 @@ MODEL_NAME = "stateflow"
 
 def build_loss(job_config, **kwargs):
     """The chunk loss takes the head along, so that logits of a whole sequence never exist."""
-    return cross_entropy_sum
+    backend = KERNEL_BACKENDS[job_config.stateflow.kernels]
+    # As for attention: "triton" insists on kernels of the layers.
+    return CrossEntropySum("auto" if backend == "triton" else backend)
 
 
 install()
