@@ -31,8 +31,7 @@ def test_hand_counted_1f1b():
     assert (first.carry_bytes, first.carry_grad_bytes, first.boundary_bytes) == (14, 7, 21)
     # Both microbatches are in flight at once, but only one is in its backward.
     assert (first.window_bytes, first.window_grad_bytes, first.window_total_bytes) == (16, 16, 32)
-    # Stage 1 holds (0,0) and (1,0) before B(0,0), and the buffers that they were received into. (0,1) had one of its own,
-    # as (0,0) needed its place until B(0,0).
+    # Stage 1 holds (0,0) and (1,0) before B(0,0), and what they were received into; (0,1) had a buffer of its own size.
     assert (last.units, last.tokens) == (2, 6)
     assert last.activation_pool == last.shared_pool == PoolPeak(live=2, buffers=3, bytes=30 + 10 + 30)
     assert last.gradient_pool == PoolPeak(0, 0, 0)

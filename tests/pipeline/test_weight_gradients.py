@@ -124,9 +124,9 @@ def test_a_product_of_other_dtypes_is_made_and_added():
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(s, generator=generator).bfloat16() for s in ((6, 5), (5, 4)))
     total = torch.randn(6, 4, generator=generator)
-    expected = total + left @ right
+    expected = total + left.float() @ right.float()
     add_product(total, left, right)
-    assert torch.equal(total, expected)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
     assert not adds_products(total.device, torch.bfloat16, torch.float32)
 
 
