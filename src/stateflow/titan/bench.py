@@ -205,7 +205,7 @@ def format_row(row: Row, baseline: Row | None, world_size: int, stages: int, dty
 
 
 def device_name() -> str:
-    return torch.cuda.getdevice_name() if torch.cuda.is_available() else "cpu"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 # ------------------------------------------------------------------------- the workers
