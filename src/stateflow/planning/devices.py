@@ -1,10 +1,10 @@
 """What devices can do: a table for predictions without the device at hand.
 
-The achievable fractions are assumptions, and the first thing to doubt in an analytic prediction. They are set by one
-measurement: a 3B Gated DeltaNet of two pipeline stages on two H200 (bf16, eager, full recomputation, 64K tokens)
-spends 1.84 s a sequence and stage, with a recurrence that takes 1.7 ms forward for 32,768 tokens and 20 heads of
-128 x 128, and attention of a chunk against a long prefix that reaches 340 of 989 TFLOP/s. The same fractions are taken
-for the other GPUs. ``stateflow plan`` without --analytic measures instead.
+The achievable fractions are assumptions, and the first thing to doubt in an analytic prediction. Those of Hopper are set
+by measurements of docs/benchmarks.md: a 3B Gated DeltaNet of two pipeline stages on two H200 (bf16, full recomputation, 64K
+tokens) spends 1.44 s a sequence and stage, with a recurrence that takes 0.73 ms forward and 1.87 ms backward for 32,768
+tokens and 20 heads of 128 x 128, and attention of a chunk over its prefix that reaches 590 and 550 of 989 TFLOP/s. Those of
+the A100 are of an earlier state of this library on H200s. ``stateflow plan`` without --analytic measures instead.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _host_memory() -> float:
 
 DEVICES = {
     # Links: measured for H200 (7 GB/s at 1 MB, 304 GB/s at 320 MB over NVLink), by the data sheet's ratio otherwise.
-    "h200": Device("H200", 989e12, 4.8e12, 140 * GIB, 1.4e-4, 304e9, 2e-3),
-    "h100": Device("H100", 989e12, 3.35e12, 79 * GIB, 1.4e-4, 304e9, 2e-3),
+    "h200": Device("H200", 989e12, 4.8e12, 140 * GIB, 1.4e-4, 304e9, 2e-3, 0.58, 0.55, 0.08),
+    "h100": Device("H100", 989e12, 3.35e12, 79 * GIB, 1.4e-4, 304e9, 2e-3, 0.58, 0.55, 0.08),
     "a100": Device("A100", 312e12, 2.0e12, 79 * GIB, 1.4e-4, 202e9, 2e-3),
     "cpu": Device("CPU", 1e11, 2e10, _host_memory(), 2e-4, 1e9, 3e-4, 0.5, 0.1, 0.1),
 }
