@@ -162,17 +162,22 @@ def test_walk_and_outputs_in_one_have_the_bits_of_two(sizes, with_docs, monkeypa
 
 @pytest.mark.parametrize("with_docs", [False, True])
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (64, 128)], ids=str)
-def test_specialised_walks_have_the_bits_of_tritons(sizes, with_docs, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_specialised_walks_have_the_bits_of_tritons(dtype, sizes, with_docs, monkeypatch):
+    """At each depth that fits: an odd one has three places for results, the others two."""
     torch.manual_seed(0)
-    inputs = make(1, 1000, 3, 2, *sizes)
+    inputs = make(1, 1000, 3, 2, *sizes, dtype=dtype)
     if not hopper.available(inputs[0].device):
         pytest.skip("not this GPU, or not this Triton")
     docs = documents(1, 1000, rate=0.005) if with_docs else None
     walks = ("transition", "transition_out", "transition_backward")
     use_default_with(monkeypatch, **dict.fromkeys(walks, Tile(32, 4, 2)), gradient_chunks=0)
     expected = run(inputs, docs, **TRITON)
-    for block_v, overlap in itertools.product((16, 32), ({}, OVERLAP)):
-        tiles = dict.fromkeys(walks, Tile(block_v, 4, 2, specialized=True))
+    for block_v, stages, overlap in itertools.product((16, 32), (2, 3, 4), ({}, OVERLAP)):
+        fits = (sizes[0], block_v, 232_448)
+        if stages > min(hopper.default_stages(True, *fits), hopper.default_out_stages(*fits)):
+            continue
+        tiles = dict.fromkeys(walks, Tile(block_v, 4, stages, specialized=True))
         use_default_with(monkeypatch, **tiles, gradient_chunks=0, **overlap)
         for _ in range(10):
             assert_same_bits(run(inputs, docs, **TRITON), expected)
