@@ -9,7 +9,7 @@ the scores that Pre left: it need not wait for a kernel that has it, and runs be
 
 Formulas, operands, roundings and the order of products are those of `transition` and, for P^T dY, of
 `gated_delta_backward.out_backward_kernel`: the results have the same bits. For B = 1, a
-solve, a scalar decay, 16-bit inputs, K 64 or 128 and V a multiple of BV.
+solve, a scalar decay, 16-bit inputs, K a multiple of 64 and V a multiple of BV (where it runs: `hopper.K_DIMS`).
 
 `factors` [FACTORS H N, C] float32, see `decays`: ST fetches the first four rows of a chunk as one tile, STB four from
 the second on.

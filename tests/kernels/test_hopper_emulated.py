@@ -22,7 +22,8 @@ PLAN = dataclasses.replace(default_plan(64, 64, torch.bfloat16), gradient_chunks
 
 @pytest.fixture
 def inputs(monkeypatch) -> list[torch.Tensor]:
-    monkeypatch.setattr(hopper, "MERGED_DIMS", (64,))  # smaller than where it runs, to be quick
+    for name in ("K_DIMS", "MERGED_DIMS"):
+        monkeypatch.setattr(hopper, name, (64,))  # smaller than where they run, to be quick
     torch.manual_seed(0)
     return make_inputs(1, 200, 2, 1, 64, 64, dtype=torch.bfloat16, normalize=True)
 
