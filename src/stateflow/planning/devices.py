@@ -1,10 +1,11 @@
 """What devices can do: a table for predictions without the device at hand.
 
-The achievable fractions are assumptions, and the first thing to doubt in an analytic prediction. Those of Hopper are set
-by measurements of docs/benchmarks.md: a 3B Gated DeltaNet of two pipeline stages on two H200 (bf16, full recomputation, 64K
-tokens) spends 1.44 s a sequence and stage, with a recurrence that takes 0.73 ms forward and 1.87 ms backward for 32,768
-tokens and 20 heads of 128 x 128, and attention of a chunk over its prefix that reaches 590 and 550 of 989 TFLOP/s. Those of
-the A100 are of an earlier state of this library on H200s. ``stateflow plan`` without --analytic measures instead.
+The achievable fractions are assumptions, and the first thing to doubt in an analytic prediction. Those of Hopper are
+set by measurements of docs/benchmarks.md: a 3B Gated DeltaNet of two pipeline stages on two H200 (bf16, full
+recomputation, 64K tokens) spends 1.44 s a sequence and stage, with a recurrence that takes 0.73 ms forward and 1.87 ms
+backward for 32,768 tokens and 20 heads of 128 x 128, and attention of a chunk over its prefix that reaches 590 and 550
+of 989 TFLOP/s. Those of the A100 are of an earlier state of this library on H200s. ``stateflow plan`` without
+--analytic measures instead.
 """
 
 from __future__ import annotations
