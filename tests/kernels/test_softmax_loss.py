@@ -79,7 +79,7 @@ def test_no_uninitialised_memory_is_read_or_left(device):
         check_rows(*make_rows(device, 5, 19, torch.float32), torch.bfloat16)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@on_devices
 def test_a_label_outside_of_the_vocabulary_gives_nan_and_reads_no_other_row(device):
     logits = torch.randn(4, 7, device=device)
     labels = torch.tensor([6, 7, -1, -100], device=device)
@@ -87,6 +87,7 @@ def test_a_label_outside_of_the_vocabulary_gives_nan_and_reads_no_other_row(devi
     assert loss.isnan().tolist() == [False, True, True, False]
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_rows_are_not_left():
     with only_own_memory():
         run_rows(*make_rows("cpu", 5, 19, torch.float32), torch.bfloat16)
