@@ -3,7 +3,8 @@
     lse = log sum exp(z),   loss = lse - z[y],   dz = (softmax(z) - onehot(y)) scale
 
 A program takes a row. The first pass keeps maximum and sum of exponentials in every lane, the second writes dz, in
-another dtype or over the logits. Rows whose label is `ignore_index` have loss and gradient 0, whatever they hold.
+another dtype or over the logits. Rows whose label is `ignore_index` have loss and gradient 0, whatever they hold. The
+loss of a label outside of the vocabulary is NaN.
 """
 
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ def _rows_kernel(
     if GIVEN_LSE:
         total = tl.load(lse + row)
     else:
-        target = tl.load(logits + label, mask=counts, other=0.0).to(tl.float32)
+        target = tl.load(logits + label, mask=(label >= 0) & (label < V), other=float("nan")).to(tl.float32)
         largest = tl.full([BV], -1e38, tl.float32)
         sums = tl.zeros([BV], tl.float32)
         for first in range(0, V, BV):

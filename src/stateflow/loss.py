@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from stateflow.recurrence.operation import Operation
 
 from .recurrence.backends import choose
-from .recurrence.numerics import add_product, at_least_float32, product
+from .recurrence.numerics import add_product, as_scalar, at_least_float32, product
 from .sharded_loss import sharded_linear_cross_entropy
 
 BLOCK_LOGITS = 2**28  # a GiB in float32
@@ -216,7 +216,7 @@ def linear_cross_entropy_with_gradients(
         hidden_BTD, weight_VD, labels_BT, block_tokens, backend
     )
     dtype = at_least_float32(hidden_ND)
-    scale = torch.as_tensor(scale, dtype=dtype, device=hidden_ND.device)
+    scale = as_scalar(scale, dtype, hidden_ND.device)
     loss_N, gradients = hidden_ND.new_empty(len(hidden_ND), dtype=dtype), _HeadGradients(hidden_ND, weight_VD)
     for block, logits_NV, labels in _blocks(hidden_ND, weight_VD, labels_N, block_tokens):
         scaled = scale, ignore_index, hidden_ND.dtype

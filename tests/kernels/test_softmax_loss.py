@@ -79,6 +79,14 @@ def test_no_uninitialised_memory_is_read_or_left(device):
         check_rows(*make_rows(device, 5, 19, torch.float32), torch.bfloat16)
 
 
+@on_devices
+def test_a_label_outside_of_the_vocabulary_gives_nan_and_reads_no_other_row(device):
+    logits = torch.randn(4, 7, device=device)
+    labels = torch.tensor([6, 7, -1, -100], device=device)
+    loss, _ = softmax_loss.losses(logits, labels, -100)
+    assert loss.isnan().tolist() == [False, True, True, False]
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_rows_are_not_left():
     with only_own_memory():

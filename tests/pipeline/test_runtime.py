@@ -168,10 +168,17 @@ def evaluate(rank, group, *, microbatches, **case):
     return abs(float(sum(losses)) - expected), (got - want).abs().max().item()
 
 
-def test_evaluation_between_training_steps(workers):
-    for loss_error, output_error in workers.run(
-        evaluate, 2, kinds=["gdn", "attention"], lengths=[3, 3, 3], microbatches=2
-    ):
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(kinds=["gdn", "attention"], lengths=[3, 3, 3], microbatches=2),
+        # Long enough for the sends of both ranks to wait for each other, were receives posted as late as in training.
+        dict(kinds=["gdn", "attention"] * 2, lengths=[1] * 8, microbatches=1, per_rank=2),
+    ],
+    ids=["chain", "loop"],
+)
+def test_evaluation_between_training_steps(workers, case):
+    for loss_error, output_error in workers.run(evaluate, 2, **case):
         assert loss_error <= 1e-10 and output_error <= 1e-10
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,7 @@ def test_measured_tables_and_the_simulators_error(capsys, tmp_path):
     [
         (["--cache", "nowhere.json"], "--cache nowhere.json: no such file; stateflow plan writes it"),
         (["--rows", "gdn_3b_hybrid=nowhere"], "--rows nowhere: cannot be read"),
+        (["--rows", f"gdn_3b_hybrid={os.devnull}"], f"--rows {os.devnull}: has no rows; give what bench"),
         (["--microbatches", "0"], "--microbatches 0: the least is 1"),
         (["--device", "abacus"], "--device abacus: unknown; there are h200"),
     ],
@@ -193,6 +195,13 @@ def test_measured_tables_and_the_simulators_error(capsys, tmp_path):
 def test_refusals(more, message, capsys):
     assert main(["predict", str(HYBRID), *SHORT, *more]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_rows_of_another_kind_are_refused(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"name": "whole", "error": ""}\n')
+    assert main(["predict", str(HYBRID), *SHORT, "--rows", f"gdn_3b_hybrid={path}"]) == 2
+    assert "a row has no seconds, seq_len, microbatches, chunks, peak_gib; give what" in capsys.readouterr().err
 
 
 def test_the_papers_figures():

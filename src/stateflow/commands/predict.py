@@ -20,6 +20,7 @@ from stateflow.planning.devices import DEVICES, GIB, device_named
 
 SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
 PAPERS_DEVICE = "a100"
+ROW_FIELDS = ("name", "error", "seconds", "seq_len", "microbatches", "chunks", "peak_gib")
 
 
 def register(commands) -> None:
@@ -222,12 +223,20 @@ def predict(options: argparse.Namespace, source: Source, flavor: str, job_config
 
 
 def read_rows(path: Path) -> list[dict]:
+    fix = "give what bench pipeline --json wrote"
     try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except OSError as error:
         raise ValueError(f"--rows {path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise ValueError(f"--rows {path}: {error}; give what bench pipeline --json wrote") from error
+        raise ValueError(f"--rows {path}: {error}; {fix}") from error
+    for row in rows:
+        missing = [name for name in ROW_FIELDS if name not in row] if isinstance(row, dict) else ROW_FIELDS
+        if missing:
+            raise ValueError(f"--rows {path}: a row has no {', '.join(missing)}; {fix}")
+    if not rows:
+        raise ValueError(f"--rows {path}: has no rows; {fix}")
+    return rows
 
 
 def check(source: Source, flavor: str, path: Path, overrides: Sequence[str], rows: Sequence[dict]) -> list[Check]:

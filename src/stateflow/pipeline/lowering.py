@@ -27,6 +27,18 @@ def lower(schedule: Schedule) -> list[list[Action]]:
     return [_receive_late(row, schedule) for row in add_messages(schedule)]
 
 
+def lower_forward_only(schedule: Schedule) -> list[list[Action]]:
+    """The forwards of the table with their messages, for a pass in which a rank waits for all but its latest sends.
+
+    Late receives suit a chain of ranks. Where a rank has several stages, two may wait for each other to take a message
+    that neither asks for yet. With receives at the moment of their sends there is one order of all lists together, in
+    which no wait for a send stands before its receive.
+    """
+    rows = lower(schedule) if schedule.num_stages == schedule.num_ranks else add_messages(schedule)
+    forward = (Kind.F, Kind.SEND_F, Kind.RECV_F)
+    return [[action for action in row if action.kind in forward] for row in rows]
+
+
 def add_messages(schedule: Schedule) -> list[list[Action]]:
     """The table with its sends and receives, these as early as possible; equals torch's ``_add_send_recv``.
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stateflow.chunks import ChunkPlan, chunk_documents
 from stateflow.pipeline.checker import check_communication, check_schedule
 from stateflow.pipeline.edges import Edges
-from stateflow.pipeline.lowering import edges_of, lower
+from stateflow.pipeline.lowering import edges_of, lower, lower_forward_only
 from stateflow.pipeline.policies import build_schedule
 from stateflow.pipeline.progress import Message
 from stateflow.pipeline.schedule import Action, Kind, Schedule
@@ -37,7 +37,6 @@ from stateflow.pipeline.watchdog import Watchdog, make_progress
 
 ActionHook = Callable[[Action], AbstractContextManager]
 
-_FORWARD_ONLY = {"F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
 _MAX_PENDING_EVAL_SENDS = 2
 
 
@@ -355,8 +354,8 @@ class ScheduleStateFlow(_PipelineScheduleRuntime):
         self.progress, self.ledger, self.pool = progress, ledger, pool
         self._watchdog = Watchdog(progress, stages[0].device)
         self._forward_order = {
-            r: [a for a in actions if a.computation_type.value in _FORWARD_ONLY]
-            for r, actions in self.pipeline_order_with_comms.items()
+            r: [a for a in _with_shard_actions(row, schedule) if a.computation_type.value != "REDUCE_GRAD"]
+            for r, row in enumerate(lower_forward_only(schedule))
         }
 
     def _fit(self, schedule: Schedule, stages: Sequence[StateFlowStage]) -> None:

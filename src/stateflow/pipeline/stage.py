@@ -26,7 +26,7 @@ from stateflow.boundary import BoundarySpec, ReadPrefix, SequenceWindow, num_byt
 from stateflow.chunks import ChunkPlan
 from stateflow.pipeline.accounting import StageFootprint
 from stateflow.pipeline.deferred import DeferredWeights, WeightWork, held_bytes, run_all
-from stateflow.recurrence.numerics import at_least_float32
+from stateflow.recurrence.numerics import as_scalar, at_least_float32
 
 LossFunction = Callable[[object, Tensor], Tensor]
 # Runs autograd from a scalar root and returns the gradients of ``leaves``: (root, leaves, last_backward) -> grads.
@@ -286,7 +286,7 @@ class ChunkStage:
             output_grads = unit.put_off.run(self.loss_fn, loss_scale)
             unit.put_off = None
         elif grad_output is None:
-            output_grads = (torch.as_tensor(loss_scale, dtype=unit.output_dtype, device=unit.device),)
+            output_grads = (as_scalar(loss_scale, unit.output_dtype, unit.device),)
         else:
             output_grads = (grad_output,)
         grads = [*output_grads, *state_grads, *window_grads]

@@ -16,6 +16,13 @@ def at_least_float32(*values: Tensor | torch.dtype) -> torch.dtype:
     return dtype
 
 
+def as_scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`value` as a tensor of no dimension. A number is written by the device: the host does not wait for a copy."""
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def product(left: Tensor, right: Tensor, operand_dtype: torch.dtype) -> Tensor:
     """left @ right for two matrices or two batches of them, accumulated and returned in at least float32.
 
