@@ -2,8 +2,8 @@
 
     python studies/repeated_launches.py 2000          (repeats; about two minutes)
 
-Also at K = 64, where these kernels do not run otherwise, see `hopper.K_DIMS`. Prints which output of which kernel changed,
-and where.
+Also at K = 64, where these kernels do not run otherwise, see `hopper.K_DIMS`. Prints which output of which kernel
+changed, and where.
 """
 
 import sys
