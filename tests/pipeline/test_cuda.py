@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import time
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from stateflow.recompute import Recomputed
 from stateflow.working_weights import WorkingWeights
 from tests import cases
 from tests.pipeline.failing_rank import TIMEOUTS
-from tests.pipeline.test_failures import AWAITS_GRADIENT, start, survive
+from tests.pipeline.test_failures import AWAITS_GRADIENT, check_sigterm, start, survive
 
 pytestmark = pytest.mark.gpu
 
@@ -196,12 +194,4 @@ def test_a_lost_rank_ends_the_other_over_nccl(tmp_path, signal_name, victim, act
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_sigterm_tells_the_place_over_nccl(tmp_path):
-    processes = start("nccl", tmp_path, 1, "SIGSTOP", "1F0.1", "sigterm")
-    assert processes[0].stdout.readline() == "step done\n"
-    time.sleep(3.0)
-    processes[0].send_signal(signal.SIGTERM)
-    _, errors = processes[0].communicate(timeout=60)
-    processes[1].kill()
-    processes[1].communicate()
-    assert processes[0].returncode == 128 + signal.SIGTERM
-    assert f"StateFlow: rank 0, {AWAITS_GRADIENT}: ended by SIGTERM" in errors
+    check_sigterm(start("nccl", tmp_path, 1, "SIGSTOP", "1F0.1", "sigterm"), 3.0)
