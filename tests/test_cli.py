@@ -99,9 +99,10 @@ def test_kernels_are_the_backend_of_the_model():
         assert mixers == [attention if kind == "attention" else backend for kind in model_args.layer_kinds()]
 
 
-def test_processes_by_the_config():
+def test_processes_by_the_config(tmp_path, monkeypatch):
     from stateflow.titan.order import loss_rank
 
+    monkeypatch.chdir(tmp_path)  # without what `make demo` may have left in the checkout
     config = parse_config(["--job.config_file", str(DEMO), "--parallelism.data_parallel_shard_degree=3"])
     assert world_size(config) == 6
     assert loss_rank(config, 6) == 3

@@ -11,6 +11,12 @@ from stateflow_kernels.plan_table import Shape
 DEMO = Path(__file__).parents[2] / "titan_configs" / "demo.toml"
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """A checkpoint that `make demo` has left in the checkout would be compared with the config."""
+    monkeypatch.chdir(tmp_path)
+
+
 def of(*overrides: str) -> list[Shape]:
     return config_shapes(parse_config(["--job.config_file", str(DEMO), *overrides]))
 
