@@ -6,7 +6,7 @@ As the default plan launches them.
 import torch
 import triton.language as tl
 
-from . import mamba3, mamba3_backward, mamba3_finish, mamba3_gradients
+from . import hopper, hopper_mamba3, mamba3, mamba3_backward, mamba3_finish, mamba3_gradients
 from .aot import AotCase
 from .gated_delta_rule import CHUNK, Tile
 from .mamba3_rule import ONE_WARP, REGISTERS, SHARED_BACK, SHARED_TOKENS, SMALL, default_plan
@@ -26,14 +26,38 @@ def _case(name: str, kernel, tile: Tile) -> AotCase:
     values = dict(BATCH=1, H=_H, N=_N, P=_P, R=_R, C=CHUNK, BN=_N, BP=_P, BR=_R, BX=_N - 2 * _R, BV=tile.block_v)
     values |= dict(BT=SHARED_TOKENS, NB=_P // default_plan(_N, _P, torch.bfloat16).scan_backward.block_v)
     values |= dict(HAS_DOCS=True, DTYPE=tl.bfloat16, PRECISION="tf32", STAGES=tile.num_stages)
+    values |= dict(cos_sin_rows_ptr=None)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
-    pointers = {n: "*bf16" if n in _LOW else "*fp32" for n in names if n.endswith("_ptr")}
+    pointers = {n: "*bf16" if n in _LOW else "*fp32" for n in names if n.endswith("_ptr") and n not in values}
     pointers |= {n: "*i64" for n in names if n == "doc_start_ptr"}
     numbers = {n: kind for n, kind in _NUMBERS.items() if n in names}
     lengths = {n: "i32" for n in names if n not in constexprs | pointers | numbers}
     options = (tile.num_warps, tile.num_stages, REGISTERS.get(kernel.__name__))
     return AotCase(name, kernel, pointers | numbers | lengths, constexprs, *options)
+
+
+def _specialized_cases() -> list[AotCase]:
+    """For Hopper, where Triton is one that they are written for."""
+    if not hopper.known_triton():
+        return []
+    from .hopper_mamba3_local import local_kernel
+
+    tile = f"tensordesc<bf16[{CHUNK},{CHUNK}],{hopper.layout(CHUNK, CHUNK, torch.bfloat16)!r}>"
+    cases = []
+    for wants_angles in (False, True):
+        values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, HEADS=hopper_mamba3.HEADS, HAS_DOCS=wants_angles)
+        pointers = {n: "*bf16" if n in _LOW else "*fp32" for n in local_kernel.arg_names if n.endswith("_ptr")}
+        pointers |= dict(doc_start_ptr="*i64", cos_sin_rows_ptr="*fp16")
+        if not wants_angles:
+            values |= dict(doc_start_ptr=None, cos_sin_rows_ptr=None)
+        pointers = {n: kind for n, kind in pointers.items() if n not in values}
+        others = [n for n in local_kernel.arg_names if n not in values | pointers]
+        others = {n: tile if n.endswith("_desc") else "i32" for n in others}
+        name = "local, specialised" + (" with angles" if wants_angles else "")
+        options = (hopper_mamba3.NUM_WARPS, 1, hopper_mamba3.REGISTERS, (90,))
+        cases.append(AotCase(name, local_kernel, pointers | others, values, *options))
+    return cases
 
 
 def aot_cases() -> list[AotCase]:
@@ -57,4 +81,5 @@ def aot_cases() -> list[AotCase]:
         "shared_backward": (mamba3_finish.shared_backward_kernel, SHARED_BACK),
     }
     cases = [_case(name, kernel, getattr(plan, name)) for name, kernel in planned.items()]
-    return cases + [_case(name, kernel, tile) for name, (kernel, tile) in fixed.items()]
+    cases += [_case(name, kernel, tile) for name, (kernel, tile) in fixed.items()]
+    return cases + _specialized_cases()

@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from . import hopper_mamba3
 from . import mamba3 as kernels
 from . import mamba3_backward as backward_kernels
 from . import mamba3_finish as finish_kernels
@@ -184,6 +185,8 @@ class Prepared:
         bounds = (problem.batch, problem.num_heads, problem.num_chunks + 1)
         self.k_bound, self.v_bound = problem.empty(*bounds, problem.n_dim), problem.empty(*bounds, problem.p_dim)
         self.states, self.k_rows, self.q_rows = problem.states(), *(problem.rows(problem.n_dim) for _ in "kq")
+        # [B, H, NC, C, 2R] float16, for who wants it: Local leaves the cosines and sines of all tokens there.
+        self.cos_sin_rows: Tensor | None = None
         inputs = problem.inputs
         self.theta_out, self.state_out, self.k_out = map(torch.empty_like, (inputs.theta, inputs.state, inputs.k_last))
 
@@ -208,6 +211,9 @@ class Prepared:
 
     def local(self, tile: Tile, chunks: range) -> None:
         problem, inputs = self.problem, self.problem.inputs
+        if hopper_mamba3.runs(problem, tile):
+            hopper_mamba3.local(self, chunks)
+            return
         problem.per_chunk(
             kernels.local_kernel,
             tile,
@@ -215,7 +221,7 @@ class Prepared:
             *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
             *(problem.doc_start, inputs.k_last, inputs.v_last, self.B_factor, self.C_factor, self.speed),
             *(self.dt, self.scale, self.gate_sum, self.theta),
-            *(self.k_rows, self.q_rows, self.states, self.k_bound, self.v_bound),
+            *(self.k_rows, self.q_rows, self.states, self.k_bound, self.v_bound, self.cos_sin_rows),
         )
 
     def scan(self, tile: Tile, chunks: range) -> None:

@@ -135,6 +135,8 @@ def fallback_plan(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: i
     plan = DEFAULTS[family](k_dim, v_dim, dtype, shared_memory)
     if family == "gated_delta_rule" and dtype != torch.float32 and hopper.available(device):
         plan = _with_specialized_kernels(plan, k_dim, v_dim, shared_memory)
+    if family == "mamba3" and dtype != torch.float32 and hopper.available(device):
+        plan = dataclasses.replace(plan, local=dataclasses.replace(plan.local, specialized=True))
     return plan
 
 

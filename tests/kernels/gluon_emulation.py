@@ -45,6 +45,9 @@ class Registers:
     def __index__(self) -> int:
         return int(self.data)
 
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
     def __neg__(self) -> "Registers":
         return Registers(-self.data)
 
@@ -67,10 +70,10 @@ def _operator(function, swapped: bool):
     return apply
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "rshift", "lt", "le", "gt", "ge", "eq"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "rshift", "lt", "le", "gt", "ge", "eq", "ne"):
     _function = getattr(operator, _name)
     setattr(Registers, f"__{_name.strip('_')}__", _operator(_function, swapped=False))
-    if _name in ("add", "sub", "mul", "floordiv", "mod", "and_"):
+    if _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_"):
         setattr(Registers, f"__r{_name.strip('_')}__", _operator(_function, swapped=True))
 
 
@@ -226,8 +229,26 @@ def _store(pointer: Pointer, value: Registers, mask=None) -> None:
     pointer.flat[offset[mask]] = data[mask]
 
 
-def _load(pointer: Pointer) -> Registers:
-    return Registers(pointer.flat[pointer.offset])
+def _load(pointer: Pointer, mask=None, other=None) -> Registers:
+    if mask is None:
+        return Registers(pointer.flat[pointer.offset])
+    offset, mask = torch.broadcast_tensors(torch.as_tensor(pointer.offset), mask.data)
+    return Registers(torch.where(mask, pointer.flat[offset * mask], torch.tensor(other, dtype=pointer.flat.dtype)))
+
+
+def _scan(x, axis: int, combine):
+    """One tensor or several, along an axis."""
+    parts = [part.data.unbind(axis) for part in (x if isinstance(x, tuple) else (x,))]
+    sums = [[Registers(part[0]) for part in parts]]
+    for step in list(zip(*parts, strict=True))[1:]:
+        total = combine(*sums[-1], *map(Registers, step))
+        sums.append(list(total) if isinstance(total, tuple) else [total])
+    results = tuple(Registers(torch.stack([step.data for step in part], axis)) for part in zip(*sums, strict=True))
+    return results if isinstance(x, tuple) else results[0]
+
+
+def _inline(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) -> Registers:
+    return Registers({"sin": torch.sin, "cos": torch.cos}[code.split(".")[0]](args[0].data))
 
 
 class _Kernel:
@@ -241,6 +262,7 @@ class _Kernel:
 
     def __getitem__(self, grid):
         def launch(*args, num_warps: int, maxnreg: int | None = None, **constants) -> None:
+            _group.products = []
             args = [Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in args]
             for _Kernel.program in range(grid[0]):
                 self.function(*args, **constants)
@@ -261,7 +283,7 @@ def _language() -> dict[str, types.ModuleType]:
     language = types.ModuleType("language")
     vars(language).update(
         constexpr=lambda x: x,
-        **{name: getattr(torch, name) for name in ("float32", "bfloat16", "int64")},
+        **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64")},
         **{name: lambda *_, **__: None for name in ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout")},
         SwizzledSharedLayout=lambda **_: None,
         NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
@@ -276,7 +298,15 @@ def _language() -> dict[str, types.ModuleType]:
         exp=lambda x: Registers(x.data.exp()),
         where=lambda condition, x, y: Registers(torch.where(condition.data, plain(x), plain(y))),
         sum=lambda x, axis: Registers(x.data.sum(axis)),
-        minimum=lambda x, y: Registers(min(int(plain(x)), int(plain(y)))),
+        minimum=lambda x, y: Registers(torch.minimum(*map(torch.as_tensor, (plain(x), plain(y))))),
+        maximum=lambda x, y: Registers(torch.maximum(*map(torch.as_tensor, (plain(x), plain(y))))),
+        full=lambda shape, value, dtype, layout: Registers(torch.full(shape, value, dtype=dtype)),
+        broadcast=lambda x, y: tuple(map(Registers, torch.broadcast_tensors(x.data, y.data))),
+        join=lambda x, y: Registers(torch.stack([x.data, y.data], -1)),
+        permute=lambda x, order: Registers(x.data.permute(order)),
+        reshape=lambda x, shape: Registers(x.data.reshape(shape)),
+        associative_scan=_scan,
+        inline_asm_elementwise=_inline,
         load=_load,
         store=_store,
         warp_specialize=_specialize,
@@ -331,7 +361,7 @@ def hopper_on_the_cpu(monkeypatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(hopper, "available", lambda device: True)
         patch.setattr(hopper, "_tiles", Descriptor)
-        for name in ("hopper_transition", "hopper_gradients", "hopper_outputs"):
+        for name in ("hopper_transition", "hopper_gradients", "hopper_outputs", "hopper_mamba3_local"):
             module = emulated(name)
             patch.setitem(sys.modules, module.__name__, module)
             patch.setattr(stateflow_kernels, name, module, raising=False)
