@@ -23,39 +23,59 @@ HEADS = 8
 REGISTERS = 128
 
 
-def runs(problem: Problem, tile: Tile) -> bool:
-    """Whether Local of this problem is launched in this form. The copy engine takes multiples of 16 bytes."""
+def runs(problem: Problem, *tiles: Tile) -> bool:
+    """Whether kernels with these tiles are launched in this form. The copy engine takes multiples of 16 bytes."""
     return (
-        tile.specialized
+        all(tile.specialized for tile in tiles)
         and problem.batch == 1
         and problem.dtype != torch.float32
         and (problem.n_dim, problem.p_dim, problem.num_angles) in SIZES
-        and problem.inputs.x.data_ptr() % 16 == 0
+        and all(x.data_ptr() % 16 == 0 for x in (problem.inputs.x, problem.inputs.z))
         and hopper.available(problem.device)
     )
 
 
-def _tiles(x: Tensor, columns: int):
-    """x [.., columns] in tiles of 64 x 64."""
-    return hopper._tiles(x.view(-1, columns), CHUNK, CHUNK)
+def _tiles(x: Tensor | None, columns: int, width: int = CHUNK):
+    """x [.., columns] in tiles of this width, 64 rows each."""
+    return None if x is None else hopper._tiles(x.view(-1, columns), CHUNK, width)
 
 
-def local(prepared: Prepared, chunks: range) -> None:
-    """Local, of all heads."""
-    from . import hopper_mamba3_local
-
-    problem, inputs = prepared.problem, prepared.problem.inputs
-    n_dim, heads = problem.n_dim, problem.num_heads
-    hopper_mamba3_local.local_kernel[(len(chunks) * triton.cdiv(heads, HEADS),)](
-        _tiles(inputs.x, heads * problem.p_dim),
-        *(_tiles(x, n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
-        *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
-        *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
-        *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
-        *(prepared.k_bound, prepared.v_bound, prepared.cos_sin_rows),
-        *(problem.num_tokens, problem.num_chunks, chunks.start),
+def _launch(kernel, problem: Problem, chunks: range, *args) -> None:
+    kernel[(len(chunks) * triton.cdiv(problem.num_heads, HEADS),)](
+        *(*args, problem.num_tokens, problem.num_chunks, chunks.start),
         **{name: problem.constants[name] for name in ("H", "N", "P", "R", "C", "HAS_DOCS")},
         HEADS=HEADS,
         num_warps=NUM_WARPS,
         maxnreg=REGISTERS,
+    )
+
+
+def local(prepared: Prepared, chunks: range) -> None:
+    """Local, of all heads."""
+    from .hopper_mamba3_local import local_kernel
+
+    problem, inputs = prepared.problem, prepared.problem.inputs
+    _launch(
+        local_kernel,
+        *(problem, chunks, _tiles(inputs.x, problem.num_heads * problem.p_dim)),
+        *(_tiles(x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
+        *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
+        *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
+        *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
+        *(prepared.k_bound, prepared.v_bound, prepared.cos_sin_rows),
+    )
+
+
+def out(prepared: Prepared, chunks: range, y: Tensor) -> None:
+    """Out, of all heads."""
+    from .hopper_mamba3_out import out_kernel
+
+    problem, inputs = prepared.problem, prepared.problem.inputs
+    x, z, y = (_tiles(tensor, problem.num_heads * problem.p_dim) for tensor in (inputs.x, inputs.z, y))
+    _launch(
+        out_kernel,
+        *(problem, chunks, x, z, _tiles(prepared.states, problem.n_dim, problem.n_dim), y),
+        *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias, inputs.D),
+        *(problem.doc_start, prepared.B_factor, prepared.C_factor, prepared.speed),
+        *(prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.theta),
     )

@@ -42,21 +42,23 @@ def _specialized_cases() -> list[AotCase]:
     if not hopper.known_triton():
         return []
     from .hopper_mamba3_local import local_kernel
+    from .hopper_mamba3_out import out_kernel
 
-    tile = f"tensordesc<bf16[{CHUNK},{CHUNK}],{hopper.layout(CHUNK, CHUNK, torch.bfloat16)!r}>"
     cases = []
-    for wants_angles in (False, True):
-        values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, HEADS=hopper_mamba3.HEADS, HAS_DOCS=wants_angles)
-        pointers = {n: "*bf16" if n in _LOW else "*fp32" for n in local_kernel.arg_names if n.endswith("_ptr")}
-        pointers |= dict(doc_start_ptr="*i64", cos_sin_rows_ptr="*fp16")
-        if not wants_angles:
-            values |= dict(doc_start_ptr=None, cos_sin_rows_ptr=None)
-        pointers = {n: kind for n, kind in pointers.items() if n not in values}
-        others = [n for n in local_kernel.arg_names if n not in values | pointers]
-        others = {n: tile if n.endswith("_desc") else "i32" for n in others}
-        name = "local, specialised" + (" with angles" if wants_angles else "")
+    for kernel, is_forward in ((local_kernel, True), (local_kernel, False), (out_kernel, True)):
+        names = kernel.arg_names
+        values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, HEADS=hopper_mamba3.HEADS, HAS_DOCS=not is_forward)
+        values |= dict.fromkeys(("k_rows_desc", "q_rows_desc", "doc_start_ptr", "cos_sin_rows_ptr") * is_forward)
+        values = {n: value for n, value in values.items() if n in names}
+        kinds = {n: "*bf16" if n in _LOW else "*fp32" if n.endswith("_ptr") else "i32" for n in names}
+        kinds |= dict(doc_start_ptr="*i64", cos_sin_rows_ptr="*fp16")
+        for n in (n for n in names if n.endswith("_desc")):
+            width = _N if n == "states_desc" and kernel is out_kernel else CHUNK
+            kinds[n] = f"tensordesc<bf16[{CHUNK},{width}],{hopper.layout(CHUNK, width, torch.bfloat16)!r}>"
+        kinds = {n: kind for n, kind in kinds.items() if n in names and n not in values}
+        name = f"{kernel.__name__.removesuffix('_kernel')}, specialised" + ("" if is_forward else ", with all outputs")
         options = (hopper_mamba3.NUM_WARPS, 1, hopper_mamba3.REGISTERS, (90,))
-        cases.append(AotCase(name, local_kernel, pointers | others, values, *options))
+        cases.append(AotCase(name, kernel, kinds, values, *options))
     return cases
 
 

@@ -171,7 +171,8 @@ class Problem:
 class Prepared:
     """What the forward's kernels leave for each other and for the backward's; each method launches one of them."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, with_rows: bool = True):
+        """`with_rows`: whether Local leaves q and k; Out for Hopper makes them itself."""
         self.problem = problem
         self.whole = range(problem.num_chunks)
         by_token, num_angles = (problem.batch, problem.num_tokens), problem.num_angles
@@ -184,7 +185,8 @@ class Prepared:
         self.turn, self.theta = problem.by_chunk(num_angles), problem.by_chunk(num_angles)
         bounds = (problem.batch, problem.num_heads, problem.num_chunks + 1)
         self.k_bound, self.v_bound = problem.empty(*bounds, problem.n_dim), problem.empty(*bounds, problem.p_dim)
-        self.states, self.k_rows, self.q_rows = problem.states(), *(problem.rows(problem.n_dim) for _ in "kq")
+        self.states = problem.states()
+        self.k_rows, self.q_rows = (problem.rows(problem.n_dim) if with_rows else None for _ in "kq")
         # [B, H, NC, C, 2R] float16, for who wants it: Local leaves the cosines and sines of all tokens there.
         self.cos_sin_rows: Tensor | None = None
         inputs = problem.inputs
@@ -232,6 +234,9 @@ class Prepared:
 
     def out(self, tile: Tile, chunks: range, y: Tensor) -> None:
         problem, inputs = self.problem, self.problem.inputs
+        if hopper_mamba3.runs(problem, tile):
+            hopper_mamba3.out(self, chunks, y)
+            return
         problem.per_chunk(
             kernels.out_kernel,
             tile,
@@ -376,7 +381,7 @@ def forward(
     doc_start int64 [B, T] or None, contiguous. Shapes and types are the caller's business.
     """
     problem = Problem(inputs, doc_start, norm_eps, A_floor)
-    prepared = Prepared(problem)
+    prepared = Prepared(problem, with_rows=not hopper_mamba3.runs(problem, plan.local, plan.out))
     y = torch.empty_like(inputs.x)
     segments = problem.segments(plan.cuts)
     side = _SideStreams(problem.device, len(segments) > 1)

@@ -248,7 +248,8 @@ def _scan(x, axis: int, combine):
 
 
 def _inline(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) -> Registers:
-    return Registers({"sin": torch.sin, "cos": torch.cos}[code.split(".")[0]](args[0].data))
+    functions = dict(sin=torch.sin, cos=torch.cos, ex2=torch.exp2, rcp=torch.reciprocal)
+    return Registers(functions[code.split(".")[0]](args[0].data))
 
 
 class _Kernel:
@@ -361,7 +362,8 @@ def hopper_on_the_cpu(monkeypatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(hopper, "available", lambda device: True)
         patch.setattr(hopper, "_tiles", Descriptor)
-        for name in ("hopper_transition", "hopper_gradients", "hopper_outputs", "hopper_mamba3_local"):
+        names = ("hopper_transition", "hopper_gradients", "hopper_outputs")
+        for name in (*names, "hopper_mamba3_tiles", "hopper_mamba3_local", "hopper_mamba3_out"):
             module = emulated(name)
             patch.setitem(sys.modules, module.__name__, module)
             patch.setattr(stateflow_kernels, name, module, raising=False)

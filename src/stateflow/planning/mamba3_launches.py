@@ -9,13 +9,16 @@ whole forward and backward in ms.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from stateflow.recurrence.mamba3_kernels import A_FLOOR, NORM_EPS, Problem, random_inputs
+from stateflow_kernels import hopper_mamba3
 from stateflow_kernels import mamba3_rule as rule
 from stateflow_kernels.gated_delta_rule import Tile
 from stateflow_kernels.mamba3_rule import Mamba3Plan
@@ -88,6 +91,11 @@ class Launches:
         whole = prepared.whole
         prepared.gates()
         self.gates, self.finish = prepared.gates, back.finish
+        # The forward's, where that keeps no rows of q and k.
+        without_rows = copy.copy(prepared)
+        without_rows.k_rows = without_rows.q_rows = None
+        self.local_without_rows = partial(without_rows.local, plan.local, whole)
+        self.keeps_rows = not hopper_mamba3.runs(problem, plan.local, plan.out)
         self.by_name: dict[str, Callable[[Tile], None]] = {
             "local": lambda tile: prepared.local(tile, whole),
             "scan": lambda tile: prepared.scan(tile, whole),
@@ -113,6 +121,8 @@ def _time_kernels(shape: Shape, device: torch.device, plan: Mamba3Plan, measure)
     times = {"gates": measure(launches.gates)}
     for name in KERNELS:
         times[name] = measure(lambda name=name: launches.by_name[name](getattr(plan, name)))
+        if name == "local" and not launches.keeps_rows:
+            times["local without rows"] = measure(launches.local_without_rows)
     return times | {"finish": measure(launches.finish)}
 
 
