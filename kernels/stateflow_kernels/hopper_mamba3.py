@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .mamba3_rule import Prepared, Problem
 
 SIZES = ((128, 64, 32),)  # N, P, R
+WALK_DIMS = (64, 128, 256)  # N
 CHUNK = 64
 NUM_WARPS = 8
 # What a program's heads share is loaded once; fewer programs are less even.
@@ -31,6 +32,17 @@ def runs(problem: Problem, *tiles: Tile) -> bool:
         and problem.dtype != torch.float32
         and (problem.n_dim, problem.p_dim, problem.num_angles) in SIZES
         and all(x.data_ptr() % 16 == 0 for x in (problem.inputs.x, problem.inputs.z))
+        and hopper.available(problem.device)
+    )
+
+
+def walks(problem: Problem, tile: Tile) -> bool:
+    """Whether a walk through the chunks with this tile is launched in this form: 16 lanes of a warp a row, say."""
+    return (
+        tile.specialized
+        and problem.dtype != torch.float32
+        and problem.n_dim in WALK_DIMS
+        and problem.p_dim % tile.block_v == 0
         and hopper.available(problem.device)
     )
 
@@ -78,4 +90,19 @@ def out(prepared: Prepared, chunks: range, y: Tensor) -> None:
         *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias, inputs.D),
         *(problem.doc_start, prepared.B_factor, prepared.C_factor, prepared.speed),
         *(prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.theta),
+    )
+
+
+def walk(name: str, problem: Problem, tile: Tile, chunks: range, *args) -> None:
+    """Scan or Scan back, with the arguments of Triton's kernel of this name."""
+    from . import hopper_mamba3_scan
+
+    kernel = getattr(hopper_mamba3_scan, name)
+    sizes = {size: problem.constants[size] for size in ("N", "P", "R")}
+    kernel[(problem.heads * problem.num_blocks(tile),)](
+        *(*args, problem.num_chunks, chunks.start, chunks.stop),
+        **sizes,
+        BV=tile.block_v,
+        STAGES=tile.num_stages,
+        num_warps=1,
     )

@@ -86,6 +86,13 @@ class Pointer:
     def __add__(self, offset) -> "Pointer":
         return Pointer(self.flat, self.offset + plain(offset))
 
+    def __sub__(self, offset) -> "Pointer":
+        return Pointer(self.flat, self.offset - plain(offset))
+
+    @property
+    def dtype(self):
+        return types.SimpleNamespace(element_ty=self.flat.dtype)
+
 
 class Shared:
     """Of shared memory, or a barrier, or some of them."""
@@ -331,7 +338,13 @@ def _language() -> dict[str, types.ModuleType]:
     )
     experimental = types.ModuleType("triton.experimental")
     experimental.gluon = gluon
-    modules = {module.__name__: module for module in (experimental, gluon, hopper)}
+    ampere = types.ModuleType("triton.experimental.gluon.language.nvidia.ampere")
+    ampere.async_copy = types.SimpleNamespace(
+        async_copy_global_to_shared=lambda place, pointer: place.store(_load(pointer)),
+        commit_group=lambda: None,
+        wait_group=lambda num_outstanding: None,
+    )
+    modules = {module.__name__: module for module in (experimental, gluon, hopper, ampere)}
     return modules | {gluon.__name__ + ".language": language}
 
 
@@ -363,7 +376,7 @@ def hopper_on_the_cpu(monkeypatch) -> Iterator[None]:
         patch.setattr(hopper, "available", lambda device: True)
         patch.setattr(hopper, "_tiles", Descriptor)
         names = ("hopper_transition", "hopper_gradients", "hopper_outputs")
-        for name in (*names, "hopper_mamba3_tiles", "hopper_mamba3_local", "hopper_mamba3_out"):
+        for name in (*names, "hopper_mamba3_tiles", "hopper_mamba3_local", "hopper_mamba3_out", "hopper_mamba3_scan"):
             module = emulated(name)
             patch.setitem(sys.modules, module.__name__, module)
             patch.setattr(stateflow_kernels, name, module, raising=False)
