@@ -12,7 +12,7 @@ from . import hopper
 
 if TYPE_CHECKING:
     from .gated_delta_rule import Tile
-    from .mamba3_rule import Prepared, Problem
+    from .mamba3_rule import Backward, Prepared, Problem
 
 SIZES = ((128, 64, 32),)  # N, P, R
 WALK_DIMS = (64, 128, 256)  # N
@@ -20,18 +20,21 @@ CHUNK = 64
 NUM_WARPS = 8
 # What a program's heads share is loaded once; fewer programs are less even.
 HEADS = 8
-# Of a thread: two programs then fit at once.
-REGISTERS = 128
+# Of a thread: two programs then fit at once. By kernel; Local is another one where it leaves no rows.
+REGISTERS = dict(local=128, local_with_rows=128, out=128)
 
 
-def runs(problem: Problem, *tiles: Tile) -> bool:
-    """Whether kernels with these tiles are launched in this form. The copy engine takes multiples of 16 bytes."""
+def runs(problem: Problem, *tiles: Tile, given: tuple[Tensor, ...] = ()) -> bool:
+    """Whether kernels with these tiles are launched in this form.
+
+    `given`: tensors from the caller beside the inputs; the copy engine takes multiples of 16 bytes.
+    """
     return (
         all(tile.specialized for tile in tiles)
         and problem.batch == 1
         and problem.dtype != torch.float32
         and (problem.n_dim, problem.p_dim, problem.num_angles) in SIZES
-        and all(x.data_ptr() % 16 == 0 for x in (problem.inputs.x, problem.inputs.z))
+        and all(x.data_ptr() % 16 == 0 for x in (problem.inputs.x, problem.inputs.z, *given))
         and hopper.available(problem.device)
     )
 
@@ -52,30 +55,40 @@ def _tiles(x: Tensor | None, columns: int, width: int = CHUNK):
     return None if x is None else hopper._tiles(x.view(-1, columns), CHUNK, width)
 
 
-def _launch(kernel, problem: Problem, chunks: range, *args) -> None:
+def _launch(kernel, name: str, problem: Problem, chunks: range, *args) -> None:
     kernel[(len(chunks) * triton.cdiv(problem.num_heads, HEADS),)](
         *(*args, problem.num_tokens, problem.num_chunks, chunks.start),
         **{name: problem.constants[name] for name in ("H", "N", "P", "R", "C", "HAS_DOCS")},
         HEADS=HEADS,
         num_warps=NUM_WARPS,
-        maxnreg=REGISTERS,
+        maxnreg=REGISTERS[name],
     )
 
 
-def local(prepared: Prepared, chunks: range) -> None:
-    """Local, of all heads."""
+def local(prepared: Prepared, chunks: range, back: Backward | None = None) -> None:
+    """Local, of all heads; with `back` Local back in the same programs."""
     from .hopper_mamba3_local import local_kernel
 
     problem, inputs = prepared.problem, prepared.problem.inputs
     _launch(
         local_kernel,
+        "local" if prepared.k_rows is None else "local_with_rows",
         *(problem, chunks, _tiles(inputs.x, problem.num_heads * problem.p_dim)),
         *(_tiles(x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
+        *_back_tiles(problem, back),
         *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
         *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
         *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
         *(prepared.k_bound, prepared.v_bound, prepared.cos_sin_rows),
     )
+
+
+def _back_tiles(problem: Problem, back: Backward | None) -> tuple:
+    if back is None:
+        return (None,) * 4
+    values = (problem.inputs.z, back.grad_y, back.grad_read)
+    tiles = (_tiles(x, problem.num_heads * problem.p_dim) for x in values)
+    return *tiles, _tiles(back.grad_states, problem.n_dim)
 
 
 def out(prepared: Prepared, chunks: range, y: Tensor) -> None:
@@ -86,6 +99,7 @@ def out(prepared: Prepared, chunks: range, y: Tensor) -> None:
     x, z, y = (_tiles(tensor, problem.num_heads * problem.p_dim) for tensor in (inputs.x, inputs.z, y))
     _launch(
         out_kernel,
+        "out",
         *(problem, chunks, x, z, _tiles(prepared.states, problem.n_dim, problem.n_dim), y),
         *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias, inputs.D),
         *(problem.doc_start, prepared.B_factor, prepared.C_factor, prepared.speed),

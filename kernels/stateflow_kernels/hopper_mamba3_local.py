@@ -1,9 +1,9 @@
-"""Mamba-3's Local for Hopper, in Gluon.
+"""Mamba-3's Local for Hopper, in Gluon, in the backward with Local back.
 
 Local in Triton's form passes tiles from layout to layout and waits for each of its loads in turn. Here a program takes
 a few heads of one chunk, with what they share in registers, see `hopper_mamba3_tiles`. q and k go through shared
 memory, where the copy engine takes them from and k is the right operand of A = V^T (e kh), with e and s on the side of
-the values.
+the values. So is q of Local back's A' = dY^T (gam Q), which therefore is taken in the same place.
 
 In the notation of `mamba3`, with its layouts. For B = 1, 16-bit inputs and the sizes of `hopper_mamba3.SIZES`.
 """
@@ -19,15 +19,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_mamba3_tiles import (
+    barriers,
     bias_numbers,
     biases,
     exponential,
+    fetch,
     groups,
     keep,
     numbers,
     place,
     rotation,
+    sigmoid,
     starts,
+    token_starts,
     true_columns,
     turned,
     two_tiles,
@@ -51,12 +55,33 @@ def _store_token(row_ptr, rows, last, pairs: gl.constexpr, wide: gl.constexpr, s
     gl.store(row_ptr + 2 * R + columns + 0 * ts, rows[2], mask=(ts == last) & (columns < N - 2 * R))
 
 
+@gluon.jit
+def _multiply(values, tiles, acc: gl.constexpr):
+    """Values^T times both tiles of q or k."""
+    P: gl.constexpr = values.shape[1]
+    WIDTH: gl.constexpr = tiles[0].shape[1]
+    zeros = gl.zeros([P, WIDTH], gl.float32, acc)
+    first = warpgroup_mma(values.permute((1, 0)), tiles[0], zeros, use_acc=False, is_async=True)
+    return first, warpgroup_mma(values.permute((1, 0)), tiles[1], zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _write(desc, tiles, row):
+    width: gl.constexpr = tiles[0].shape[1]
+    tma.async_copy_shared_to_global(desc, [row, 0], tiles[0])
+    tma.async_copy_shared_to_global(desc, [row, width], tiles[1])
+
+
 @gluon.jit(do_not_specialize=_LENGTHS)
 def local_kernel(
     x_desc,
     k_rows_desc,
     q_rows_desc,
     states_desc,
+    z_desc,
+    grad_y_desc,
+    grad_read_desc,
+    grad_states_desc,
     x_ptr,
     B_ptr,
     C_ptr,
@@ -88,12 +113,13 @@ def local_kernel(
     HEADS: gl.constexpr,
     HAS_DOCS: gl.constexpr,
 ):
-    """Local of one chunk and HEADS heads. Without the rows' tensors only what Scan needs.
+    """Local of one chunk and HEADS heads. Without the rows' tensors only what Scan needs; with dy's, Local back, too.
 
     `cos_sin_rows` [H, NC, C, 2R] float16, if wanted: R cosines, then R sines of every token's angle.
     """
     GROUPS: gl.constexpr = (H + HEADS - 1) // HEADS
     sizes: gl.constexpr = (N, R, C)
+    WITH_BACK: gl.constexpr = grad_y_desc is not None
     dtype: gl.constexpr = x_desc.dtype
     tile: gl.constexpr = x_desc.layout
     pairs: gl.constexpr = gl.BlockedLayout([C // 8, 1], [1, 32], [8, 1], [1, 0])
@@ -109,21 +135,29 @@ def local_kernel(
     end = num_tokens - n * C
     last = gl.minimum(end, C) - 1
 
-    slots = gl.allocate_shared_memory(dtype, [2, C, P], tile)
+    x_tile = gl.allocate_shared_memory(dtype, [C, P], tile)
     scaled = gl.allocate_shared_memory(dtype, [C, P], tile)
-    k_tiles = two_tiles(dtype, tile)
-    q_tiles = two_tiles(dtype, tile) if q_rows_desc is not None else None
-    added = two_tiles(dtype, tile)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(ready.index(i), count=1)
+    k_tiles, added = two_tiles(dtype, tile), two_tiles(dtype, tile)
+    x_ready = barriers(1)
+    descs, tiles, ready = (x_desc,), (x_tile,), (x_ready.index(0),)
+    if q_rows_desc is not None:
+        q_tiles = two_tiles(dtype, tile)
+    if WITH_BACK:
+        z_tile, grad_y_tile = two_tiles(dtype, tile)
+        scaled_back, grad_read = two_tiles(dtype, tile)
+        z_ready, grad_y_ready = barriers(1), barriers(1)
+        descs = (x_desc, z_desc, grad_y_desc)
+        tiles = (x_tile, z_tile, grad_y_tile)
+        ready = (x_ready.index(0), z_ready.index(0), grad_y_ready.index(0))
     fence_async_shared()
-    mbarrier.expect(ready.index(0), x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [n * C, first_head * P], ready.index(0), slots.index(0))
+    fetch(descs, tiles, ready, (n * C,) * len(descs), (first_head * P,) * len(descs))
 
     chunk = first_head.to(gl.int64) * num_chunks + n
     all_dt = numbers(dt_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
     all_theta = numbers(theta_ptr + chunk * R, num_chunks * R, heads, HEADS, R)
+    gate_sum = numbers(gate_sum_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
+    last_sum = numbers(gate_sum_ptr + (chunk * C + C - 1), num_chunks * C, heads, HEADS, C, 0)
+    scale = numbers(scale_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
     C_biases = bias_numbers(C_bias_ptr + first_head * N, heads, HEADS, N, R)
     B_biases = bias_numbers(B_bias_ptr + first_head * N, heads, HEADS, N, R)
     if q_rows_desc is not None:
@@ -136,18 +170,25 @@ def local_kernel(
     start = starts(doc_start_ptr, num_tokens, n, C, gl.SliceLayout(1, pairs), HAS_DOCS)
     all_dt, all_theta = keep(all_dt, HEADS, C), keep(all_theta, HEADS, R)
     C_biases, B_biases = keep(C_biases, HEADS, N), keep(B_biases, HEADS, N)
-    vt = gl.arange(0, C, layout=gl.SliceLayout(1, values))
-    vs = gl.arange(0, P, layout=line)
+    to_end, from_start = exponential(last_sum - gate_sum), exponential(gate_sum)
     if HAS_DOCS:
+        line_start = token_starts(doc_start_ptr, num_tokens, n, HEADS, C)
         last_start = gl.load(doc_start_ptr + (gl.minimum(n * C + C, num_tokens) - 1)) - n * C
+        to_end = gl.where(gl.arange(0, HEADS * C, layout=line) % C >= last_start, to_end, 0.0)
+        from_start = gl.where(line_start < 0, from_start, 0.0)
+    all_to_end = keep(scale * to_end, HEADS, C)
+    if WITH_BACK:
+        all_from_start = keep(from_start, HEADS, C)
+    # v of the last token.
+    value = gl.arange(0, HEADS * P, layout=line)
+    last_v = gl.load(x_ptr + ((token + last) * (H * P) + first_head * P + value), mask=value // P < heads, other=0.0)
+    behind = (first_head + value // P).to(gl.int64) * (num_chunks + 1) + n + 1
+    gl.store(v_bound_ptr + (behind * P + value % P), last_v.to(gl.float32), mask=value // P < heads)
 
     for i in range(0, heads):
         head = (first_head + i).to(gl.int64)
         chunk = head * num_chunks + n
         bound = chunk + head
-        scale = gl.load(scale_ptr + chunk * C + vt)
-        to_end = gl.load(gate_sum_ptr + (chunk * C + C - 1)) - gl.load(gate_sum_ptr + chunk * C + vt)
-        v_last = gl.load(x_ptr + (token + last) * (H * P) + head * P + vs).to(gl.float32)
         dt = all_dt.index(i).load(gl.SliceLayout(1, pairs))
         theta = all_theta.index(i).load(gl.SliceLayout(0, pairs))
         sin, cos = rotation(speed, dt, theta, start, ts, HAS_DOCS)
@@ -166,39 +207,48 @@ def local_kernel(
             _store_token(k_bound_ptr + (bound + 1) * N, k, C - 1, pairs, wide, sizes)
         else:
             _store_token(k_bound_ptr + (bound + 1) * N, k, last, pairs, wide, sizes)
-        gl.store(v_bound_ptr + (bound + 1) * P + vs, v_last)
-        if HAS_DOCS:
-            to_end = gl.where(vt >= last_start, to_end, float("-inf"))
-        scale = scale * exponential(to_end)
-        slot = i % 2
-        mbarrier.wait(ready.index(slot), (i // 2) & 1)
-        v = slots.index(slot).load(values).to(gl.float32) * gl.expand_dims(scale, 1)
+        mbarrier.wait(x_ready.index(0), i & 1)
+        weight = all_to_end.index(i).load(gl.SliceLayout(1, values))
+        v = x_tile.load(values).to(gl.float32) * gl.expand_dims(weight, 1)
         scaled.store(v.to(dtype))
+        if WITH_BACK:
+            mbarrier.wait(z_ready.index(0), i & 1)
+            z = z_tile.load(values).to(gl.float32)
+            mbarrier.wait(grad_y_ready.index(0), i & 1)
+            grad = grad_y_tile.load(values).to(gl.float32) * (z * sigmoid(z))
+            grad_read.store(grad.to(dtype))
+            weight = all_from_start.index(i).load(gl.SliceLayout(1, values))
+            scaled_back.store((grad * gl.expand_dims(weight, 1)).to(dtype))
         fence_async_shared()
         row = (first_head + i) * num_chunks + n
-        left = scaled.permute((1, 0))
-        zeros = gl.zeros([P, N // 2], gl.float32, acc)
-        first = warpgroup_mma(left, k_tiles[0], zeros, use_acc=False, is_async=True)
-        second = warpgroup_mma(left, k_tiles[1], zeros, use_acc=False, is_async=True)
-        for j in gl.static_range(2):
-            if q_rows_desc is not None:
-                tma.async_copy_shared_to_global(q_rows_desc, [row * C, j * (N // 2)], q_tiles[j])
-            if k_rows_desc is not None:
-                tma.async_copy_shared_to_global(k_rows_desc, [row * C, j * (N // 2)], k_tiles[j])
+        first, second = _multiply(scaled, k_tiles, acc)
+        if q_rows_desc is not None:
+            _write(q_rows_desc, q_tiles, row * C)
+        if k_rows_desc is not None:
+            _write(k_rows_desc, k_tiles, row * C)
+        if WITH_BACK:
+            tma.async_copy_shared_to_global(grad_read_desc, [n * C, (first_head + i) * P], grad_read)
         if i + 1 < heads:
-            other = ready.index(1 - slot)
-            mbarrier.expect(other, x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [n * C, (first_head + i + 1) * P], other, slots.index(1 - slot))
+            following = (first_head + i + 1) * P
+            fetch(descs, tiles, ready, (n * C,) * len(descs), (following,) * len(descs))
         first, second = warpgroup_mma_wait(0, deps=(first, second))
         added[0].store(first.to(dtype))
         added[1].store(second.to(dtype))
+        if WITH_BACK:
+            first, second = _multiply(scaled_back, q_tiles, acc)
         fence_async_shared()
-        for j in gl.static_range(2):
-            tma.async_copy_shared_to_global(states_desc, [row * P, j * (N // 2)], added[j])
+        _write(states_desc, added, row * P)
+        if WITH_BACK:
+            first, second = warpgroup_mma_wait(0, deps=(first, second))
+            # In the place of the products' operands.
+            scaled.store(first.to(dtype))
+            scaled_back.store(second.to(dtype))
+            fence_async_shared()
+            _write(grad_states_desc, (scaled, scaled_back), row * P)
     tma.store_wait(pendings=0)
 
     if n == 0:
-        ns = gl.arange(0, N, layout=line)
+        ns, vs = gl.arange(0, N, layout=line), gl.arange(0, P, layout=line)
         for i in range(0, heads):
             head = (first_head + i).to(gl.int64)
             bound = head * (num_chunks + 1)

@@ -18,13 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_mamba3_tiles import (
+    barriers,
     bias_numbers,
     biases,
-    exponential,
+    fetch,
     groups,
     keep,
     numbers,
     place,
+    power_of_two,
     rotation,
     sigmoid,
     starts,
@@ -33,15 +35,6 @@ from .hopper_mamba3_tiles import (
 )
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
-
-
-@gluon.jit
-def _fetch(descs, places, barriers, rows, columns):
-    """One tile each. A barrier for each, too: on one, all warps would have to meet between the copies."""
-    for j in gl.static_range(3):
-        mbarrier.expect(barriers[j], descs[j].block_type.nbytes)
-    for j in gl.static_range(3):
-        tma.async_copy_global_to_shared(descs[j], [rows[j], columns[j]], barriers[j], places[j])
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
@@ -99,24 +92,20 @@ def out_kernel(
     state_tile = gl.allocate_shared_memory(dtype, [P, N], states_desc.layout)
     q_tiles, k_tiles = two_tiles(dtype, tile), two_tiles(dtype, tile)
     scores = gl.allocate_shared_memory(dtype, [C, C], tile)
-    y_tile = gl.allocate_shared_memory(dtype, [C, P], tile)
-    x_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    z_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    state_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(x_ready.index(i), count=1)
-        mbarrier.init(z_ready.index(i), count=1)
-    mbarrier.init(state_ready.index(0), count=1)
+    x_ready, z_ready, state_ready = barriers(2), barriers(2), barriers(1)
     fence_async_shared()
     descs = (x_desc, z_desc, states_desc)
     places = (x_slots.index(0), z_slots.index(0), state_tile)
-    barriers = (x_ready.index(0), z_ready.index(0), state_ready.index(0))
+    ready = (x_ready.index(0), z_ready.index(0), state_ready.index(0))
     rows = (n * C, n * C, (first_head * num_chunks + n) * P)
-    _fetch(descs, places, barriers, rows, (first_head * P, first_head * P, 0))
+    fetch(descs, places, ready, rows, (first_head * P, first_head * P, 0))
 
     chunk = first_head.to(gl.int64) * num_chunks + n
     all_dt = numbers(dt_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
     all_theta = numbers(theta_ptr + chunk * R, num_chunks * R, heads, HEADS, R)
+    all_sums = numbers(gate_sum_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
+    all_own = numbers(own_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
+    all_scale = numbers(scale_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
     C_biases = bias_numbers(C_bias_ptr + first_head * N, heads, HEADS, N, R)
     B_biases = bias_numbers(B_bias_ptr + first_head * N, heads, HEADS, N, R)
     C_groups = groups(C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, end, pairs, wide, sizes)
@@ -128,12 +117,13 @@ def out_kernel(
     start = starts(doc_start_ptr, num_tokens, n, C, gl.SliceLayout(1, pairs), HAS_DOCS)
     row_start = gl.expand_dims(starts(doc_start_ptr, num_tokens, n, C, by_row, HAS_DOCS), 1)
     all_dt, all_theta = keep(all_dt, HEADS, C), keep(all_theta, HEADS, R)
+    all_own, all_scale = keep(all_own, HEADS, C), keep(all_scale, HEADS, C)
+    all_sums = keep(all_sums * 1.4426950408889634, HEADS, C)  # to base 2
     C_biases, B_biases = keep(C_biases, HEADS, N), keep(B_biases, HEADS, N)
     read, written = gl.arange(0, C, layout=by_row), gl.arange(0, C, layout=by_column)
 
     for i in range(0, heads):
-        head = (first_head + i).to(gl.int64)
-        chunk = head * num_chunks + n
+        skip = gl.load(D_ptr + first_head + i).to(gl.float32)
         dt = all_dt.index(i).load(gl.SliceLayout(1, pairs))
         theta = all_theta.index(i).load(gl.SliceLayout(0, pairs))
         sin, cos = rotation(speed, dt, theta, start, ts, HAS_DOCS)
@@ -148,12 +138,11 @@ def out_kernel(
         state = state_tile.permute((1, 0))
         y = warpgroup_mma(q_tiles[0], state.slice(0, N // 2), zeros, use_acc=False, is_async=True)
         y = warpgroup_mma(q_tiles[1], state.slice(N // 2, N // 2), y, is_async=True)
-        row_sum = gl.expand_dims(gl.load(gate_sum_ptr + chunk * C + read), 1)
-        column_sum = gl.expand_dims(gl.load(gate_sum_ptr + chunk * C + written), 0)
-        own = gl.expand_dims(gl.load(own_ptr + chunk * C + read), 1)
-        scale = gl.expand_dims(gl.load(scale_ptr + chunk * C + written), 0)
-        skip = gl.load(D_ptr + head).to(gl.float32)
-        from_start = exponential(row_sum)
+        row_sum = gl.expand_dims(all_sums.index(i).load(by_row), 1)
+        column_sum = gl.expand_dims(all_sums.index(i).load(by_column), 0)
+        own = gl.expand_dims(all_own.index(i).load(by_row), 1)
+        scale = gl.expand_dims(all_scale.index(i).load(by_column), 0)
+        from_start = power_of_two(row_sum)
         if HAS_DOCS:
             from_start = gl.where(row_start < 0, from_start, 0.0)
         pair = warpgroup_mma_wait(2, deps=(pair,))
@@ -162,12 +151,12 @@ def out_kernel(
         if HAS_DOCS:
             seen = seen & (s >= row_start)
         # What is not seen may be infinite.
-        score = gl.where(seen, pair * (exponential(row_sum - column_sum) * scale), 0.0)
+        score = gl.where(seen, pair * (power_of_two(row_sum - column_sum) * scale), 0.0)
         # With what a token reads of itself on the diagonal.
         score = gl.where(t == s, own * pair + skip, score)
         scores.store(score.to(dtype))
         fence_async_shared()
-        tma.store_wait(pendings=0)  # of the y before: here, since all warps meet here anyway
+        tma.store_wait(pendings=0)  # of the y before, in whose place z comes; here, since all warps meet here anyway
         y = warpgroup_mma_wait(0, deps=(y,))
         y = y * from_start
         slot = i % 2
@@ -177,14 +166,14 @@ def out_kernel(
             other = 1 - slot
             following = first_head + i + 1
             places = (x_slots.index(other), z_slots.index(other), state_tile)
-            barriers = (x_ready.index(other), z_ready.index(other), state_ready.index(0))
+            ready = (x_ready.index(other), z_ready.index(other), state_ready.index(0))
             rows = (n * C, n * C, (following * num_chunks + n) * P)
-            _fetch(descs, places, barriers, rows, (following * P, following * P, 0))
+            fetch(descs, places, ready, rows, (following * P, following * P, 0))
         mbarrier.wait(z_ready.index(slot), (i // 2) & 1)
         z = z_slots.index(slot).load(acc).to(gl.float32)
         gate = z * sigmoid(z)
         y = warpgroup_mma_wait(0, deps=(y,))
-        y_tile.store((y * gate).to(dtype))
+        z_slots.index(slot).store((y * gate).to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [n * C, (first_head + i) * P], y_tile)
+        tma.async_copy_shared_to_global(y_desc, [n * C, (first_head + i) * P], z_slots.index(slot))
     tma.store_wait(pendings=0)

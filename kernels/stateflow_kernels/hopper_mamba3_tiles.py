@@ -7,6 +7,7 @@ weights. Angles are sums within a thread and over the warps, and no tile moves b
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
@@ -16,8 +17,13 @@ def _hardware(code: gl.constexpr, x):
 
 
 @gluon.jit
+def power_of_two(x):
+    return _hardware("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+@gluon.jit
 def exponential(x):
-    return _hardware("ex2.approx.ftz.f32 $0, $1;", x * 1.4426950408889634)
+    return power_of_two(x * 1.4426950408889634)
 
 
 @gluon.jit
@@ -50,7 +56,7 @@ def rotation(speed, dt, theta, start, ts, HAS_DOCS: gl.constexpr):
     turns = speed * gl.expand_dims(dt, 1)
     theta = gl.expand_dims(theta, 0)
     if HAS_DOCS:
-        is_start, turns = gl.broadcast(gl.expand_dims(gl.where(start == ts, 1, 0), 1), turns)
+        is_start, turns = gl.broadcast(gl.expand_dims(gl.where(start == ts, 1, 0).to(gl.int8), 1), turns)
         turns, is_start = gl.associative_scan((turns, is_start), 0, _add_from_start)
         return sine_cosine(turns + gl.where(gl.expand_dims(start, 1) < 0, theta, 0.0))
     else:
@@ -83,12 +89,24 @@ def groups(row_ptr, factor_ptr, norm_ptr, end, pairs: gl.constexpr, wide: gl.con
 
 
 @gluon.jit
-def numbers(ptr, stride, heads, HEADS: gl.constexpr, WIDTH: gl.constexpr):
-    """WIDTH numbers of each head, float32: the first head's from `ptr` on, the next one's a stride later."""
+def numbers(ptr, stride, heads, HEADS: gl.constexpr, WIDTH: gl.constexpr, STEP: gl.constexpr = 1):
+    """WIDTH numbers of each head, float32: the first head's from `ptr` on, the next one's a stride later. STEP: 0 for
+    WIDTH times the same one.
+
+    A program takes those of all its heads ahead: in the loop there would be nothing to do until they come.
+    """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     i = gl.arange(0, HEADS * WIDTH, layout=line)
-    offset = (i // WIDTH).to(gl.int64) * stride + i % WIDTH
+    offset = (i // WIDTH).to(gl.int64) * stride + i % WIDTH * STEP
     return gl.load(ptr + offset, mask=i // WIDTH < heads, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def token_starts(doc_start_ptr, num_tokens, n, HEADS: gl.constexpr, C: gl.constexpr):
+    """`starts` of each token, again for every head."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    position = gl.minimum(n * C + gl.arange(0, HEADS * C, layout=line) % C, num_tokens - 1)
+    return gl.maximum(gl.load(doc_start_ptr + position) - n * C, -1).to(gl.int32)
 
 
 @gluon.jit
@@ -141,6 +159,24 @@ def place(tiles, rows):
     turned = gl.permute(gl.join(first.to(dtype), second.to(dtype)), (0, 2, 1))
     tiles[0].store(gl.reshape(turned, tiles[0].shape))
     tiles[1].store(rest.to(dtype))
+
+
+@gluon.jit
+def barriers(count: gl.constexpr):
+    """That many barriers, of one arrival each."""
+    places = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(places.index(i), count=1)
+    return places
+
+
+@gluon.jit
+def fetch(descs, places, ready, rows, columns):
+    """A tile each. With a barrier for each, of its own: on one, all warps would have to meet between the copies."""
+    for j in gl.static_range(len(descs)):
+        mbarrier.expect(ready[j], descs[j].block_type.nbytes)
+    for j in gl.static_range(len(descs)):
+        tma.async_copy_global_to_shared(descs[j], [rows[j], columns[j]], ready[j], places[j])
 
 
 @gluon.jit

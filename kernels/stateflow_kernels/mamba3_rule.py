@@ -8,6 +8,7 @@ backward beside what does not need it:
     forward     Local1 -> (Scan1 || Local2) -> (Scan2 || Out1) -> Out2
     backward    Local -> (Scan || Local back) -> Scan back -> Queries -> Keys
 
+(Where Local and Local back are one kernel, Scan works beside Scan back.)
 Every kernel does the same with a segment as with the whole, so neither changes a bit.
 """
 
@@ -33,7 +34,7 @@ SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 8)
 REGISTERS = {"local_kernel": 168}
 SHARED_TOKENS, SHARED_BACK = 16, Tile(16, 4, 6)
 # Whose tiles may say `specialized`: the form of `hopper_mamba3`, where that runs.
-SPECIALIZED = ("local", "scan", "out", "scan_backward")
+SPECIALIZED = ("local", "scan", "out", "local_backward", "scan_backward")
 
 
 @dataclass(frozen=True)
@@ -417,9 +418,14 @@ def backward(
     back = Backward(prepared, plan, grads)
     side = _SideStreams(problem.device, plan.overlap_backward)
     prepared.gates()
-    prepared.local(plan.local, back.whole)
+    in_one = hopper_mamba3.runs(problem, plan.local, plan.local_backward, given=(back.grad_y,))
+    if in_one:
+        hopper_mamba3.local(prepared, back.whole, back)
+    else:
+        prepared.local(plan.local, back.whole)
     states = side.run(0, partial(prepared.scan, plan.scan, back.whole))
-    back.local(plan.local_backward)
+    if not in_one:
+        back.local(plan.local_backward)
     grad_states = side.run(1, partial(back.scan, plan.scan_backward))
     side.wait(states)
     side.wait(grad_states)

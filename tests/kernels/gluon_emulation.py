@@ -291,7 +291,7 @@ def _language() -> dict[str, types.ModuleType]:
     language = types.ModuleType("language")
     vars(language).update(
         constexpr=lambda x: x,
-        **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64")},
+        **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")},
         **{name: lambda *_, **__: None for name in ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout")},
         SwizzledSharedLayout=lambda **_: None,
         NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
