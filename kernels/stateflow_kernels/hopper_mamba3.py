@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +16,12 @@ if TYPE_CHECKING:
     from .mamba3_rule import Backward, Prepared, Problem
 
 SIZES = ((128, 64, 32),)  # N, P, R
-WALK_DIMS = (64, 128, 256)  # N
 CHUNK = 64
-NUM_WARPS = 8
 # What a program's heads share is loaded once; fewer programs are less even.
 HEADS = 8
-# Of a thread: two programs then fit at once. By kernel; Local is another one where it leaves no rows.
-REGISTERS = dict(local=128, local_with_rows=128, out=128)
+# Of a thread of Local: two programs then fit at once. And of those warps of Out that make q and k, beside which the
+# others keep enough.
+REGISTERS, ROW_REGISTERS = 128, 120
 
 
 def runs(problem: Problem, *tiles: Tile, given: tuple[Tensor, ...] = ()) -> bool:
@@ -39,30 +39,28 @@ def runs(problem: Problem, *tiles: Tile, given: tuple[Tensor, ...] = ()) -> bool
     )
 
 
-def walks(problem: Problem, tile: Tile) -> bool:
-    """Whether a walk through the chunks with this tile is launched in this form: 16 lanes of a warp a row, say."""
-    return (
-        tile.specialized
-        and problem.dtype != torch.float32
-        and problem.n_dim in WALK_DIMS
-        and problem.p_dim % tile.block_v == 0
-        and hopper.available(problem.device)
-    )
-
-
 def _tiles(x: Tensor | None, columns: int, width: int = CHUNK):
     """x [.., columns] in tiles of this width, 64 rows each."""
     return None if x is None else hopper._tiles(x.view(-1, columns), CHUNK, width)
 
 
-def _launch(kernel, name: str, problem: Problem, chunks: range, *args) -> None:
-    kernel[(len(chunks) * triton.cdiv(problem.num_heads, HEADS),)](
-        *(*args, problem.num_tokens, problem.num_chunks, chunks.start),
+def _launch(kernel, programs: int, problem: Problem, *args, **options) -> None:
+    kernel[(programs,)](
+        *args,
         **{name: problem.constants[name] for name in ("H", "N", "P", "R", "C", "HAS_DOCS")},
         HEADS=HEADS,
-        num_warps=NUM_WARPS,
-        maxnreg=REGISTERS[name],
+        num_warps=8,
+        **options,
     )
+
+
+def _num_units(problem: Problem, chunks: range) -> int:
+    return len(chunks) * triton.cdiv(problem.num_heads, HEADS)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def local(prepared: Prepared, chunks: range, back: Backward | None = None) -> None:
@@ -71,15 +69,16 @@ def local(prepared: Prepared, chunks: range, back: Backward | None = None) -> No
 
     problem, inputs = prepared.problem, prepared.problem.inputs
     _launch(
-        local_kernel,
-        "local" if prepared.k_rows is None else "local_with_rows",
-        *(problem, chunks, _tiles(inputs.x, problem.num_heads * problem.p_dim)),
+        *(local_kernel, _num_units(problem, chunks), problem),
+        _tiles(inputs.x, problem.num_heads * problem.p_dim),
         *(_tiles(x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
         *_back_tiles(problem, back),
         *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
         *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
         *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
         *(prepared.k_bound, prepared.v_bound, prepared.cos_sin_rows),
+        *(problem.num_tokens, problem.num_chunks, chunks.start),
+        maxnreg=REGISTERS,
     )
 
 
@@ -97,26 +96,13 @@ def out(prepared: Prepared, chunks: range, y: Tensor) -> None:
 
     problem, inputs = prepared.problem, prepared.problem.inputs
     x, z, y = (_tiles(tensor, problem.num_heads * problem.p_dim) for tensor in (inputs.x, inputs.z, y))
+    num_units = _num_units(problem, chunks)
     _launch(
-        out_kernel,
-        "out",
-        *(problem, chunks, x, z, _tiles(prepared.states, problem.n_dim, problem.n_dim), y),
+        *(out_kernel, min(num_units, _num_multiprocessors(problem.device)), problem),
+        *(x, z, _tiles(prepared.states, problem.n_dim, problem.n_dim), y),
         *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias, inputs.D),
         *(problem.doc_start, prepared.B_factor, prepared.C_factor, prepared.speed),
         *(prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.theta),
-    )
-
-
-def walk(name: str, problem: Problem, tile: Tile, chunks: range, *args) -> None:
-    """Scan or Scan back, with the arguments of Triton's kernel of this name."""
-    from . import hopper_mamba3_scan
-
-    kernel = getattr(hopper_mamba3_scan, name)
-    sizes = {size: problem.constants[size] for size in ("N", "P", "R")}
-    kernel[(problem.heads * problem.num_blocks(tile),)](
-        *(*args, problem.num_chunks, chunks.start, chunks.stop),
-        **sizes,
-        BV=tile.block_v,
-        STAGES=tile.num_stages,
-        num_warps=1,
+        *(problem.num_tokens, problem.num_chunks, chunks.start, num_units),
+        ROW_REGISTERS=ROW_REGISTERS,
     )

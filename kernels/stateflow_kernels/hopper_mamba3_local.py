@@ -26,6 +26,7 @@ from .hopper_mamba3_tiles import (
     fetch,
     groups,
     keep,
+    number_places,
     numbers,
     place,
     rotation,
@@ -153,13 +154,13 @@ def local_kernel(
     fetch(descs, tiles, ready, (n * C,) * len(descs), (first_head * P,) * len(descs))
 
     chunk = first_head.to(gl.int64) * num_chunks + n
-    all_dt = numbers(dt_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
-    all_theta = numbers(theta_ptr + chunk * R, num_chunks * R, heads, HEADS, R)
+    dt = numbers(dt_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
+    theta = numbers(theta_ptr + chunk * R, num_chunks * R, heads, HEADS, R)
     gate_sum = numbers(gate_sum_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
     last_sum = numbers(gate_sum_ptr + (chunk * C + C - 1), num_chunks * C, heads, HEADS, C, 0)
     scale = numbers(scale_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
-    C_biases = bias_numbers(C_bias_ptr + first_head * N, heads, HEADS, N, R)
-    B_biases = bias_numbers(B_bias_ptr + first_head * N, heads, HEADS, N, R)
+    C_bias = bias_numbers(C_bias_ptr + first_head * N, heads, HEADS, N, R)
+    B_bias = bias_numbers(B_bias_ptr + first_head * N, heads, HEADS, N, R)
     if q_rows_desc is not None:
         C_groups = groups(C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, end, pairs, wide, sizes)
     B_groups = groups(B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, end, pairs, wide, sizes)
@@ -168,17 +169,24 @@ def local_kernel(
     by_angle = gl.expand_dims(ts, 1) * R + gl.expand_dims(angles, 0)
     speed = gl.load(speed_ptr + token * R + by_angle, mask=gl.expand_dims(ts < end, 1), other=0.0)
     start = starts(doc_start_ptr, num_tokens, n, C, gl.SliceLayout(1, pairs), HAS_DOCS)
-    all_dt, all_theta = keep(all_dt, HEADS, C), keep(all_theta, HEADS, R)
-    C_biases, B_biases = keep(C_biases, HEADS, N), keep(B_biases, HEADS, N)
+    all_dt, all_theta, all_to_end = number_places(HEADS, C), number_places(HEADS, R), number_places(HEADS, C)
+    B_biases = number_places(HEADS, N)
+    keep(all_dt, dt)
+    keep(all_theta, theta)
+    keep(B_biases, B_bias)
+    if q_rows_desc is not None:
+        C_biases = number_places(HEADS, N)
+        keep(C_biases, C_bias)
     to_end, from_start = exponential(last_sum - gate_sum), exponential(gate_sum)
     if HAS_DOCS:
         line_start = token_starts(doc_start_ptr, num_tokens, n, HEADS, C)
         last_start = gl.load(doc_start_ptr + (gl.minimum(n * C + C, num_tokens) - 1)) - n * C
         to_end = gl.where(gl.arange(0, HEADS * C, layout=line) % C >= last_start, to_end, 0.0)
         from_start = gl.where(line_start < 0, from_start, 0.0)
-    all_to_end = keep(scale * to_end, HEADS, C)
+    keep(all_to_end, scale * to_end)
     if WITH_BACK:
-        all_from_start = keep(from_start, HEADS, C)
+        all_from_start = number_places(HEADS, C)
+        keep(all_from_start, from_start)
     # v of the last token.
     value = gl.arange(0, HEADS * P, layout=line)
     last_v = gl.load(x_ptr + ((token + last) * (H * P) + first_head * P + value), mask=value // P < heads, other=0.0)
@@ -189,9 +197,9 @@ def local_kernel(
         head = (first_head + i).to(gl.int64)
         chunk = head * num_chunks + n
         bound = chunk + head
-        dt = all_dt.index(i).load(gl.SliceLayout(1, pairs))
-        theta = all_theta.index(i).load(gl.SliceLayout(0, pairs))
-        sin, cos = rotation(speed, dt, theta, start, ts, HAS_DOCS)
+        steps = all_dt.index(i).load(gl.SliceLayout(1, pairs))
+        before = all_theta.index(i).load(gl.SliceLayout(0, pairs))
+        sin, cos = rotation(speed, steps, before, start, ts, HAS_DOCS)
         if cos_sin_rows_ptr is not None:
             row = cos_sin_rows_ptr + chunk * (C * 2 * R) + gl.expand_dims(ts, 1) * (2 * R) + gl.expand_dims(angles, 0)
             gl.store(row, cos.to(gl.float16))

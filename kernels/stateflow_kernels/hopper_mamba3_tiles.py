@@ -125,12 +125,24 @@ def true_columns(columns, R: gl.constexpr):
 
 
 @gluon.jit
-def keep(values, HEADS: gl.constexpr, WIDTH: gl.constexpr):
-    """Numbers of all heads in shared memory, a row for each."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    place = gl.allocate_shared_memory(gl.float32, [HEADS, WIDTH], plain)
-    place._reinterpret(gl.float32, [HEADS * WIDTH], plain).store(values)
-    return place
+def number_places(HEADS: gl.constexpr, WIDTH: gl.constexpr):
+    """In shared memory, a row for each head."""
+    return gl.allocate_shared_memory(gl.float32, [HEADS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+
+
+@gluon.jit
+def keep(place, values):
+    """Puts `numbers` there."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    SIZE: gl.constexpr = place.shape[0] * place.shape[1]
+    place._reinterpret(gl.float32, [SIZE], plain).store(values)
+
+
+@gluon.jit
+def release(barrier):
+    """Says that a place is free, or full: only when all warps are done with it."""
+    gl.thread_barrier()
+    mbarrier.arrive(barrier)
 
 
 @gluon.jit

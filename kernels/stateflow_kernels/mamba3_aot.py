@@ -52,6 +52,7 @@ def _specialized_cases() -> list[AotCase]:
     for kernel, is_forward in ((local_kernel, True), (local_kernel, False), (out_kernel, True)):
         names = kernel.arg_names
         values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, HEADS=hopper_mamba3.HEADS, HAS_DOCS=not is_forward)
+        values |= dict(ROW_REGISTERS=hopper_mamba3.ROW_REGISTERS)
         values |= dict.fromkeys(_BACKWARD_ONLY * is_forward)
         values |= {"z_desc": None} if kernel is local_kernel and is_forward else {}
         values = {n: value for n, value in values.items() if n in names}
@@ -62,7 +63,7 @@ def _specialized_cases() -> list[AotCase]:
             kinds[n] = f"tensordesc<bf16[{CHUNK},{width}],{hopper.layout(CHUNK, width, torch.bfloat16)!r}>"
         kinds = {n: kind for n, kind in kinds.items() if n in names and n not in values}
         name = f"{kernel.__name__.removesuffix('_kernel')}, specialised" + ("" if is_forward else ", with all outputs")
-        options = (hopper_mamba3.NUM_WARPS, 1, hopper_mamba3.REGISTERS["out"], (90,))
+        options = (8, 1, hopper_mamba3.REGISTERS if kernel is local_kernel else None, (90,))
         cases.append(AotCase(name, kernel, kinds, values, *options))
     return cases
 

@@ -34,7 +34,7 @@ SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 8)
 REGISTERS = {"local_kernel": 168}
 SHARED_TOKENS, SHARED_BACK = 16, Tile(16, 4, 6)
 # Whose tiles may say `specialized`: the form of `hopper_mamba3`, where that runs.
-SPECIALIZED = ("local", "scan", "out", "local_backward", "scan_backward")
+SPECIALIZED = ("local", "out", "local_backward")
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,6 @@ class Problem:
         self.launch(kernel, len(chunks) * programs, tile, *args, *lengths, **more)
 
     def scan(self, kernel, tile: Tile, chunks: range, *args) -> None:
-        if hopper_mamba3.walks(self, tile):
-            hopper_mamba3.walk(kernel.__name__, self, tile, chunks, *args)
-            return
         blocks = self.num_blocks(tile)
         lengths = (self.num_tokens, self.num_chunks, chunks.start, chunks.stop)
         self.launch(kernel, self.heads * blocks, tile, *args, *lengths)

@@ -86,13 +86,6 @@ class Pointer:
     def __add__(self, offset) -> "Pointer":
         return Pointer(self.flat, self.offset + plain(offset))
 
-    def __sub__(self, offset) -> "Pointer":
-        return Pointer(self.flat, self.offset - plain(offset))
-
-    @property
-    def dtype(self):
-        return types.SimpleNamespace(element_ty=self.flat.dtype)
-
 
 class Shared:
     """Of shared memory, or a barrier, or some of them."""
@@ -261,6 +254,7 @@ def _inline(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) 
 
 class _Kernel:
     program: int
+    programs: int
 
     def __init__(self, function):
         self.function = function
@@ -272,6 +266,7 @@ class _Kernel:
         def launch(*args, num_warps: int, maxnreg: int | None = None, **constants) -> None:
             _group.products = []
             args = [Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in args]
+            _Kernel.programs = grid[0]
             for _Kernel.program in range(grid[0]):
                 self.function(*args, **constants)
 
@@ -293,10 +288,11 @@ def _language() -> dict[str, types.ModuleType]:
         constexpr=lambda x: x,
         **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")},
         **{name: lambda *_, **__: None for name in ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout")},
-        SwizzledSharedLayout=lambda **_: None,
+        SwizzledSharedLayout=lambda *_, **__: None,
         NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
         allocate_shared_memory=_allocate,
         program_id=lambda _: Registers(_Kernel.program),
+        num_programs=lambda _: Registers(_Kernel.programs),
         thread_barrier=lambda: None,
         static_range=range,
         arange=lambda start, end, layout: Registers(torch.arange(start, end)),
@@ -304,7 +300,7 @@ def _language() -> dict[str, types.ModuleType]:
         expand_dims=lambda x, axis: Registers(x.data.unsqueeze(axis)),
         convert_layout=lambda x, layout: x,
         exp=lambda x: Registers(x.data.exp()),
-        where=lambda condition, x, y: Registers(torch.where(condition.data, plain(x), plain(y))),
+        where=lambda condition, x, y: Registers(torch.where(torch.as_tensor(plain(condition)), plain(x), plain(y))),
         sum=lambda x, axis: Registers(x.data.sum(axis)),
         minimum=lambda x, y: Registers(torch.minimum(*map(torch.as_tensor, (plain(x), plain(y))))),
         maximum=lambda x, y: Registers(torch.maximum(*map(torch.as_tensor, (plain(x), plain(y))))),
@@ -338,13 +334,7 @@ def _language() -> dict[str, types.ModuleType]:
     )
     experimental = types.ModuleType("triton.experimental")
     experimental.gluon = gluon
-    ampere = types.ModuleType("triton.experimental.gluon.language.nvidia.ampere")
-    ampere.async_copy = types.SimpleNamespace(
-        async_copy_global_to_shared=lambda place, pointer: place.store(_load(pointer)),
-        commit_group=lambda: None,
-        wait_group=lambda num_outstanding: None,
-    )
-    modules = {module.__name__: module for module in (experimental, gluon, hopper, ampere)}
+    modules = {module.__name__: module for module in (experimental, gluon, hopper)}
     return modules | {gluon.__name__ + ".language": language}
 
 
@@ -376,7 +366,7 @@ def hopper_on_the_cpu(monkeypatch) -> Iterator[None]:
         patch.setattr(hopper, "available", lambda device: True)
         patch.setattr(hopper, "_tiles", Descriptor)
         names = ("hopper_transition", "hopper_gradients", "hopper_outputs")
-        for name in (*names, "hopper_mamba3_tiles", "hopper_mamba3_local", "hopper_mamba3_out", "hopper_mamba3_scan"):
+        for name in (*names, "hopper_mamba3_tiles", "hopper_mamba3_local", "hopper_mamba3_out"):
             module = emulated(name)
             patch.setitem(sys.modules, module.__name__, module)
             patch.setattr(stateflow_kernels, name, module, raising=False)
