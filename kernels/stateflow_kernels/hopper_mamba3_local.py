@@ -42,18 +42,18 @@ _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
 
 
 @gluon.jit
-def _store_token(row_ptr, rows, last, pairs: gl.constexpr, wide: gl.constexpr, sizes: gl.constexpr):
-    """k of one token as a row of `k_bound`."""
+def _store_token(row_ptr, rows, last, wanted, pairs: gl.constexpr, wide: gl.constexpr, sizes: gl.constexpr):
+    """k of one token as a row of `k_bound`, if it is wanted."""
     N: gl.constexpr = sizes[0]
     R: gl.constexpr = sizes[1]
     C: gl.constexpr = sizes[2]
     columns = gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, pairs)), 0)
     ts = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, pairs)), 1)
-    gl.store(row_ptr + columns + 0 * ts, rows[0], mask=(ts == last) & (columns < R))
-    gl.store(row_ptr + R + columns + 0 * ts, rows[1], mask=(ts == last) & (columns < R))
+    gl.store(row_ptr + columns + 0 * ts, rows[0], mask=(ts == last) & (columns < R) & wanted)
+    gl.store(row_ptr + R + columns + 0 * ts, rows[1], mask=(ts == last) & (columns < R) & wanted)
     columns = gl.expand_dims(gl.arange(0, N - 2 * R, layout=gl.SliceLayout(0, wide)), 0)
     ts = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, wide)), 1)
-    gl.store(row_ptr + 2 * R + columns + 0 * ts, rows[2], mask=(ts == last) & (columns < N - 2 * R))
+    gl.store(row_ptr + 2 * R + columns + 0 * ts, rows[2], mask=(ts == last) & (columns < N - 2 * R) & wanted)
 
 
 @gluon.jit
@@ -211,10 +211,8 @@ def local_kernel(
             place(q_tiles, turned(C_groups, biases(C_biases.index(i), pairs, wide, R), sin, cos))
         k = turned(B_groups, biases(B_biases.index(i), pairs, wide, R), sin, cos)
         place(k_tiles, k)
-        if end >= C:  # so that the compiler knows which of a thread's tokens is none
-            _store_token(k_bound_ptr + (bound + 1) * N, k, C - 1, pairs, wide, sizes)
-        else:
-            _store_token(k_bound_ptr + (bound + 1) * N, k, last, pairs, wide, sizes)
+        # Of a whole chunk, so that the compiler knows which of a thread's tokens it is none of.
+        _store_token(k_bound_ptr + (bound + 1) * N, k, C - 1, end >= C, pairs, wide, sizes)
         mbarrier.wait(x_ready.index(0), i & 1)
         weight = all_to_end.index(i).load(gl.SliceLayout(1, values))
         v = x_tile.load(values).to(gl.float32) * gl.expand_dims(weight, 1)
@@ -255,6 +253,14 @@ def local_kernel(
             _write(grad_states_desc, (scaled, scaled_back), row * P)
     tma.store_wait(pendings=0)
 
+    if end < C:
+        for i in range(0, heads):
+            steps = all_dt.index(i).load(gl.SliceLayout(1, pairs))
+            before = all_theta.index(i).load(gl.SliceLayout(0, pairs))
+            sin, cos = rotation(speed, steps, before, start, ts, HAS_DOCS)
+            k = turned(B_groups, biases(B_biases.index(i), pairs, wide, R), sin, cos)
+            bound = (first_head + i).to(gl.int64) * (num_chunks + 1) + n
+            _store_token(k_bound_ptr + (bound + 1) * N, k, last, True, pairs, wide, sizes)
     if n == 0:
         ns, vs = gl.arange(0, N, layout=line), gl.arange(0, P, layout=line)
         for i in range(0, heads):
