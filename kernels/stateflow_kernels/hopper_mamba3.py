@@ -82,6 +82,26 @@ def local(prepared: Prepared, chunks: range, back: Backward | None = None) -> No
     )
 
 
+def both(prepared: Prepared, chunks: range, back: Backward) -> None:
+    """Local and Local back, of all heads."""
+    from .hopper_mamba3_both import both_kernel
+
+    problem, inputs = prepared.problem, prepared.problem.inputs
+    num_units, columns = _num_units(problem, chunks), problem.num_heads * problem.p_dim
+    _launch(
+        *(both_kernel, min(num_units, _num_multiprocessors(problem.device)), problem),
+        *(_tiles(x, columns) for x in (inputs.x, inputs.z, back.grad_y)),
+        *(_tiles(x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
+        *(_tiles(back.grad_read, columns), _tiles(back.grad_states, problem.n_dim)),
+        *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
+        *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
+        *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
+        *(prepared.k_bound, prepared.v_bound, prepared.cos_sin_rows),
+        *(problem.num_tokens, problem.num_chunks, chunks.start, num_units),
+        ROW_REGISTERS=ROW_REGISTERS,
+    )
+
+
 def _back_tiles(problem: Problem, back: Backward | None) -> tuple:
     if back is None:
         return (None,) * 4

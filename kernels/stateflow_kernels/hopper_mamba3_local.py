@@ -32,6 +32,7 @@ from .hopper_mamba3_tiles import (
     rotation,
     sigmoid,
     starts,
+    store_token,
     token_starts,
     true_columns,
     turned,
@@ -39,21 +40,6 @@ from .hopper_mamba3_tiles import (
 )
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
-
-
-@gluon.jit
-def _store_token(row_ptr, rows, last, wanted, pairs: gl.constexpr, wide: gl.constexpr, sizes: gl.constexpr):
-    """k of one token as a row of `k_bound`, if it is wanted."""
-    N: gl.constexpr = sizes[0]
-    R: gl.constexpr = sizes[1]
-    C: gl.constexpr = sizes[2]
-    columns = gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, pairs)), 0)
-    ts = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, pairs)), 1)
-    gl.store(row_ptr + columns + 0 * ts, rows[0], mask=(ts == last) & (columns < R) & wanted)
-    gl.store(row_ptr + R + columns + 0 * ts, rows[1], mask=(ts == last) & (columns < R) & wanted)
-    columns = gl.expand_dims(gl.arange(0, N - 2 * R, layout=gl.SliceLayout(0, wide)), 0)
-    ts = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, wide)), 1)
-    gl.store(row_ptr + 2 * R + columns + 0 * ts, rows[2], mask=(ts == last) & (columns < N - 2 * R) & wanted)
 
 
 @gluon.jit
@@ -212,7 +198,7 @@ def local_kernel(
         k = turned(B_groups, biases(B_biases.index(i), pairs, wide, R), sin, cos)
         place(k_tiles, k)
         # Of a whole chunk, so that the compiler knows which of a thread's tokens it is none of.
-        _store_token(k_bound_ptr + (bound + 1) * N, k, C - 1, end >= C, pairs, wide, sizes)
+        store_token(k_bound_ptr + (bound + 1) * N, k, C - 1, end >= C, pairs, wide, sizes)
         mbarrier.wait(x_ready.index(0), i & 1)
         weight = all_to_end.index(i).load(gl.SliceLayout(1, values))
         v = x_tile.load(values).to(gl.float32) * gl.expand_dims(weight, 1)
@@ -260,7 +246,7 @@ def local_kernel(
             sin, cos = rotation(speed, steps, before, start, ts, HAS_DOCS)
             k = turned(B_groups, biases(B_biases.index(i), pairs, wide, R), sin, cos)
             bound = (first_head + i).to(gl.int64) * (num_chunks + 1) + n
-            _store_token(k_bound_ptr + (bound + 1) * N, k, last, True, pairs, wide, sizes)
+            store_token(k_bound_ptr + (bound + 1) * N, k, last, True, pairs, wide, sizes)
     if n == 0:
         ns, vs = gl.arange(0, N, layout=line), gl.arange(0, P, layout=line)
         for i in range(0, heads):

@@ -206,3 +206,18 @@ def starts(doc_start_ptr, num_tokens, n, C: gl.constexpr, layout: gl.constexpr, 
         return gl.maximum(gl.load(doc_start_ptr + position) - n * C, -1).to(gl.int32)
     else:
         return gl.full([C], -1, gl.int32, layout)
+
+
+@gluon.jit
+def store_token(row_ptr, rows, last, wanted, pairs: gl.constexpr, wide: gl.constexpr, sizes: gl.constexpr):
+    """k of one token as a row of `k_bound`, if it is wanted."""
+    N: gl.constexpr = sizes[0]
+    R: gl.constexpr = sizes[1]
+    C: gl.constexpr = sizes[2]
+    columns = gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, pairs)), 0)
+    ts = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, pairs)), 1)
+    gl.store(row_ptr + columns + 0 * ts, rows[0], mask=(ts == last) & (columns < R) & wanted)
+    gl.store(row_ptr + R + columns + 0 * ts, rows[1], mask=(ts == last) & (columns < R) & wanted)
+    columns = gl.expand_dims(gl.arange(0, N - 2 * R, layout=gl.SliceLayout(0, wide)), 0)
+    ts = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, wide)), 1)
+    gl.store(row_ptr + 2 * R + columns + 0 * ts, rows[2], mask=(ts == last) & (columns < N - 2 * R) & wanted)

@@ -366,7 +366,9 @@ def hopper_on_the_cpu(monkeypatch) -> Iterator[None]:
         patch.setattr(hopper, "available", lambda device: True)
         patch.setattr(hopper, "_tiles", Descriptor)
         names = ("hopper_transition", "hopper_gradients", "hopper_outputs")
-        for name in (*names, "hopper_mamba3_tiles", "hopper_mamba3_local", "hopper_mamba3_out"):
+        for part in ("tiles", "rows", "local", "out", "both"):
+            names += (f"hopper_mamba3_{part}",)
+        for name in names:
             module = emulated(name)
             patch.setitem(sys.modules, module.__name__, module)
             patch.setattr(stateflow_kernels, name, module, raising=False)
