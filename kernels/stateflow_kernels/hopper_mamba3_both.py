@@ -163,7 +163,6 @@ def _add(
             scaled.store((x_slots.index(slot).load(values).to(gl.float32) * weight).to(dtype))
             scaled_back.store((grad * weight_back).to(dtype))
             grad_read.store(grad.to(dtype))
-            fence_async_shared()
             release(loads_empty.index(slot))
             mbarrier.wait(rows_full.index(slot), phase)
             first, second = _multiply(scaled, k)

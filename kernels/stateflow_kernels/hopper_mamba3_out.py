@@ -125,7 +125,6 @@ def _read(
             score = gl.where(seen, pair * decay, 0.0)
             score = gl.where(t == s, itself * pair + skip, score)
             scores.store(score.to(dtype))
-            fence_async_shared()
             y = warpgroup_mma_wait(0, deps=(y,))
             release(rows_empty.index(slot))
             y = warpgroup_mma(scores, x_slots.index(slot), y * from_start, is_async=True)

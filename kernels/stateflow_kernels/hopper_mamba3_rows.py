@@ -6,7 +6,7 @@ one head after the other, ahead of those that take products with them.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper_mamba3_tiles import (
     bias_numbers,
@@ -91,7 +91,6 @@ def make_rows(
             place((tiles[0].index(slot), tiles[1].index(slot)), q)
             k = turned(B_groups, biases(B_biases.index(h), pairs, wide, R), sin, cos)
             place((tiles[2].index(slot), tiles[3].index(slot)), k)
-            fence_async_shared()
             release(full.index(slot))
             if k_bound_ptr is not None:
                 # Of a whole chunk, so that the compiler knows which of a thread's tokens it is none of.

@@ -7,7 +7,7 @@ weights. Angles are sums within a thread and over the warps, and no tile moves b
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 
 @gluon.jit
@@ -140,7 +140,12 @@ def keep(place, values):
 
 @gluon.jit
 def release(barrier):
-    """Says that a place is free, or full: only when all warps are done with it."""
+    """Says that a place is free, or full: only when all warps are done with it.
+
+    A barrier alone does not keep the copy engine from a place that a load of this group still reads: the arithmetic
+    with what is loaded, and the wait for it, may come after the barrier. The fence is behind all loads.
+    """
+    fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(barrier)
 

@@ -97,7 +97,6 @@ class Launches:
         self.local_without_rows = partial(without_rows.local, plan.local, whole)
         # The backward's, where that takes both in one.
         self.both_local = partial(hopper_mamba3.both, prepared, whole, back)
-        self.both_plain = partial(hopper_mamba3.local, prepared, whole, back)
         self.keeps_rows = not hopper_mamba3.runs(problem, plan.local, plan.out)
         self.by_name: dict[str, Callable[[Tile], None]] = {
             "local": lambda tile: prepared.local(tile, whole),
@@ -127,7 +126,6 @@ def _time_kernels(shape: Shape, device: torch.device, plan: Mamba3Plan, measure)
         if name == "local" and not launches.keeps_rows:
             times["local without rows"] = measure(launches.local_without_rows)
             times["local with local_backward"] = measure(launches.both_local)
-            times["the same, not apart"] = measure(launches.both_plain)
     return times | {"finish": measure(launches.finish)}
 
 
