@@ -20,6 +20,11 @@ from torch import Tensor
 
 import stateflow_kernels
 
+# Those with kernels for Hopper; what imports from another comes after it.
+MODULES = (
+    *("hopper_transition", "hopper_gradients", "hopper_outputs", "hopper_mamba3_local"),
+    *("hopper_mamba3_groups", "hopper_mamba3_gradients"),
+)
 SECONDS = 10  # no barrier takes longer: then it is a deadlock
 
 
@@ -247,8 +252,11 @@ def _scan(x, axis: int, combine):
     return results if isinstance(x, tuple) else results[0]
 
 
+_INSTRUCTIONS = {"sin": torch.sin, "cos": torch.cos, "ex2": torch.exp2, "rcp": torch.reciprocal}
+
+
 def _inline(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) -> Registers:
-    return Registers({"sin": torch.sin, "cos": torch.cos}[code.split(".")[0]](args[0].data))
+    return Registers(_INSTRUCTIONS[code.split(".")[0]](args[0].data))
 
 
 class _Kernel:
@@ -304,6 +312,7 @@ def _language() -> dict[str, types.ModuleType]:
         broadcast=lambda x, y: tuple(map(Registers, torch.broadcast_tensors(x.data, y.data))),
         join=lambda x, y: Registers(torch.stack([x.data, y.data], -1)),
         permute=lambda x, order: Registers(x.data.permute(order)),
+        split=lambda x: tuple(map(Registers, x.data.unbind(-1))),
         reshape=lambda x, shape: Registers(x.data.reshape(shape)),
         associative_scan=_scan,
         inline_asm_elementwise=_inline,
@@ -361,7 +370,7 @@ def hopper_on_the_cpu(monkeypatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(hopper, "available", lambda device: True)
         patch.setattr(hopper, "_tiles", Descriptor)
-        for name in ("hopper_transition", "hopper_gradients", "hopper_outputs", "hopper_mamba3_local"):
+        for name in MODULES:
             module = emulated(name)
             patch.setitem(sys.modules, module.__name__, module)
             patch.setattr(stateflow_kernels, name, module, raising=False)
