@@ -114,9 +114,9 @@ def _store_sum(rows_ptr, turned, rest, dtype: gl.constexpr, layout: gl.constexpr
     """Rows [C, 2C] of a matrix, summed over heads."""
     C: gl.constexpr = turned.shape[0]
     ts = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, layout)), 1)
-    offset = ts * (2 * C) + gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, layout)), 0)
-    gl.store(rows_ptr + offset, turned.to(dtype))
-    gl.store(rows_ptr + offset + C, rest.to(dtype))
+    ptr = rows_ptr + ts * (2 * C) + gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, layout)), 0)
+    gl.store(ptr, turned.to(dtype))
+    gl.store(ptr + C, rest.to(dtype))
 
 
 @gluon.jit
@@ -256,7 +256,6 @@ def keys(
     half_t = gl.expand_dims(half_ts, 1)
     angles = gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, half)), 0)
     in_chunk = half_t + 0 * angles < num_tokens - n * C
-    offset = half_t * R + angles
     for i in range(0, steps):
         phase = i & 1
         place = i & 1
@@ -312,7 +311,7 @@ def keys(
         mbarrier.arrive(empty.index(TURNS))
         mbarrier.arrive(empty.index(NUMBERS + place))
         sum_turned += grad
-        speed = gl.load(speed_ptr + offset, mask=in_chunk, other=0.0)
+        speed = gl.load(speed_ptr + half_t * R + angles, mask=in_chunk, other=0.0)
         turn = gl.zeros([C, C], gl.float32, square)
         turn = warpgroup_mma(seen, low_tile, turn, use_acc=False, is_async=True)
         turn = warpgroup_mma(seen, high_tile, turn, is_async=True)
@@ -320,14 +319,14 @@ def keys(
         left, right = _halves(turn)
         grad_turn = left + right
         chunk = (head + i).to(gl.int64) * num_chunks + n
-        gl.store(grad_turn_ptr + (chunk * C + half_ts), gl.sum(grad_turn * speed, axis=1))
+        gl.store(grad_turn_ptr + chunk * C + half_ts, gl.sum(grad_turn * speed, axis=1))
         gl.store(
-            turn_total_ptr + (chunk * R + angles + 0 * half_t), grad_turn * from_before, mask=half_t + 0 * angles == 0
+            turn_total_ptr + chunk * R + (angles + 0 * half_t), grad_turn * from_before, mask=half_t + 0 * angles == 0
         )
         sum_speed += grad_turn * dt
         _store_bias(bias_ptr + chunk * N, turned_tile, rest_tile, ones)
     _store_sum(rows_ptr, sum_turned, sum_rest, dtype, square)
-    gl.store(speed_rows_ptr + offset, sum_speed.to(dtype))
+    gl.store(speed_rows_ptr + half_t * R + angles, sum_speed.to(dtype))
 
 
 @gluon.jit
