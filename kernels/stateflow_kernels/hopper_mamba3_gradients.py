@@ -304,19 +304,16 @@ def gradients_kernel(
         gl.allocate_shared_memory(dtype, [C, C], layout),
         gl.allocate_shared_memory(dtype, [C, C], layout),
     )
-    query_rows = (
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-    )
-    key_rows = (
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-    )
+    query_tile = gl.allocate_shared_memory(dtype, [C, C], layout)
     pieces = (
         gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
         gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
     )
     seen = gl.allocate_shared_memory(gl.bfloat16, [C, C], layout)
+    # Sums over heads of what does not turn: registers for those, too, would be too many.
+    sum_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
+    query_rest = gl.allocate_shared_memory(gl.float32, [C, C], sum_layout)
+    key_rest = gl.allocate_shared_memory(gl.float32, [C, C], sum_layout)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 16], dtype)
     ones = gl.allocate_shared_memory(dtype, [C, 16], narrow)
     fill: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
@@ -362,7 +359,8 @@ def gradients_kernel(
                     numbers,
                     made_tiles,
                     theta,
-                    query_rows,
+                    query_tile,
+                    query_rest,
                     ones,
                     query_sums,
                     barriers,
@@ -385,9 +383,9 @@ def gradients_kernel(
                     numbers,
                     made_tiles,
                     theta,
-                    key_rows,
-                    ones,
                     pieces,
+                    key_rest,
+                    ones,
                     seen,
                     barriers,
                     key_rows_ptr + group_rows * N,
@@ -434,5 +432,5 @@ def gradients_kernel(
             ),
         ],
         [4, 4, 1, 1, 1],
-        [168, 112, 24, 24, 24],
+        [168, 120, 24, 24, 24],
     )

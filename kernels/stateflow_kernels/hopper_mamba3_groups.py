@@ -92,21 +92,32 @@ def _turned_back(first, second, turns_tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def _store_bias(bias_ptr, turned_tile, rest_tile, ones):
-    """The sums of the rows over tokens, in the columns' true places, by products with ones [C, W]."""
+def _add_rows(sums, grad, rows_tile, bias_ptr, ones, TURNED: gl.constexpr):
+    """Adds a head's rows to the sum, and stores their sums over tokens, in the columns' true places.
+
+    By products with ones [C, W] of what is left in `rows_tile`. Returns the sum, if it is in registers.
+    """
     C: gl.constexpr = ones.shape[0]
     W: gl.constexpr = ones.shape[1]
     narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
-    turned = gl.zeros([C, W], gl.float32, narrow)
-    rest = gl.zeros([C, W], gl.float32, narrow)
-    turned = warpgroup_mma(turned_tile.permute((1, 0)), ones, turned, use_acc=False, is_async=True)
-    rest = warpgroup_mma(rest_tile.permute((1, 0)), ones, rest, use_acc=False, is_async=True)
-    turned, rest = warpgroup_mma_wait(0, deps=(turned, rest))
+    rows_tile.store(grad.to(rows_tile.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    bias = gl.zeros([C, W], gl.float32, narrow)
+    bias = warpgroup_mma(rows_tile.permute((1, 0)), ones, bias, use_acc=False, is_async=True)
+    if TURNED:
+        sums += grad
+    else:
+        sums.store(sums.load(grad.type.layout) + grad)
+    bias = warpgroup_mma_wait(0, deps=(bias,))
     # All columns are the same.
     columns = gl.arange(0, C, layout=gl.SliceLayout(1, narrow))
-    true = gl.where(columns < C // 2, 2 * columns, 2 * columns - (C - 1))
-    gl.store(bias_ptr + true, gl.sum(turned, axis=1) * (1 / W))
-    gl.store(bias_ptr + C + columns, gl.sum(rest, axis=1) * (1 / W))
+    if TURNED:
+        columns = gl.where(columns < C // 2, 2 * columns, 2 * columns - (C - 1))
+    else:
+        columns += C
+    gl.store(bias_ptr + columns, gl.sum(bias, axis=1) * (1 / W))
+    return sums
 
 
 @gluon.jit
@@ -121,13 +132,12 @@ def _store_sum(rows_ptr, turned, rest, dtype: gl.constexpr, layout: gl.constexpr
 
 @gluon.jit
 def queries(
-    tiles, turns, numbers, made_tiles, theta, rows, ones, sums, barriers, rows_ptr, bias_ptr, doc_start_ptr,
+    tiles, turns, numbers, made_tiles, theta, rows_tile, sum_rest, ones, sums, barriers, rows_ptr, bias_ptr, doc_start_ptr,
     head, n, num_tokens, num_chunks, steps, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """The scores, their gradients, and what C and its parameters get."""
     x, grad_read, _, _, state, state_rest, _, _, k, k_rest, q, q_rest = tiles
     scores_tile, pairs_tile = made_tiles
-    turned_tile, rest_tile = rows
     full, empty, made, taken = barriers
     dtype: gl.constexpr = x.dtype
     C: gl.constexpr = x.shape[0]
@@ -140,7 +150,7 @@ def queries(
     if HAS_DOCS:
         start = gl.expand_dims(starts(doc_start_ptr, n, num_tokens, C, of_row), 1)
     sum_turned = gl.zeros([C, C], gl.float32, square)
-    sum_rest = gl.zeros([C, C], gl.float32, square)
+    sum_rest.store(gl.zeros([C, C], gl.float32, square))
     for i in range(0, steps):
         phase = i & 1
         place = i & 1
@@ -199,39 +209,36 @@ def queries(
         release(empty.index(STATE))
         mbarrier.arrive(empty.index(READ))
         mbarrier.arrive(empty.index(KEYS))
-        sum_rest += grad_rest
-        rest_tile.store(grad_rest.to(dtype))
+        bias = bias_ptr + ((head + i).to(gl.int64) * num_chunks + n) * (2 * C)
+        _add_rows(sum_rest, grad_rest, rows_tile, bias, ones, False)
         mbarrier.wait(full.index(TURNS), phase)
         mbarrier.wait(taken.index(THETA), phase ^ 1)
         part, grad_first, grad_second = _turned_gradient(grad, q, turns, square)
         theta.store(part)
         grad = _turned_back(grad_first, grad_second, turns, square)
-        turned_tile.store(grad.to(dtype))
-        fence_async_shared()
         release(made.index(THETA))
         mbarrier.arrive(empty.index(QUERIES))
         mbarrier.arrive(empty.index(TURNS))
-        sum_turned += grad
-        chunk = (head + i).to(gl.int64) * num_chunks + n
-        _store_bias(bias_ptr + chunk * (2 * C), turned_tile, rest_tile, ones)
-    _store_sum(rows_ptr, sum_turned, sum_rest, dtype, square)
+        sum_turned = _add_rows(sum_turned, grad, rows_tile, bias, ones, True)
+    _store_sum(rows_ptr, sum_turned, sum_rest.load(square), dtype, square)
 
 
 @gluon.jit
 def keys(
-    tiles, turns, numbers, made_tiles, theta, rows, ones, pieces, seen, barriers, rows_ptr, bias_ptr, speed_ptr,
+    tiles, turns, numbers, made_tiles, theta, pieces, sum_rest, ones, seen, barriers, rows_ptr, bias_ptr, speed_ptr,
     speed_rows_ptr, grad_turn_ptr, turn_total_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps,
     R: gl.constexpr, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """What B, its parameters and the angles get."""
     x, _, _, _, _, _, grad_state, grad_state_rest, k, _, q, q_rest = tiles
     _, pairs_tile = made_tiles
-    turned_tile, rest_tile = rows
     high_tile, low_tile = pieces
     full, empty, made, taken = barriers
     dtype: gl.constexpr = x.dtype
     C: gl.constexpr = x.shape[0]
-    N: gl.constexpr = 2 * C
+    # Their places also hold rows, before.
+    rows_tile = high_tile._reinterpret(dtype, [C, C], x.type.layout)
+    turned_tile = low_tile._reinterpret(dtype, [C, C], x.type.layout)
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
     of_row: gl.constexpr = gl.SliceLayout(1, square)
     ts = gl.arange(0, C, layout=of_row)
@@ -249,7 +256,7 @@ def keys(
         from_before = gl.where(gl.load(doc_start_ptr + n * C) < n.to(gl.int64) * C, 1.0, 0.0)
     last = gl.minimum(num_tokens - n * C, C) - 1
     sum_turned = gl.zeros([C, C], gl.float32, square)
-    sum_rest = gl.zeros([C, C], gl.float32, square)
+    sum_rest.store(gl.zeros([C, C], gl.float32, square))
     sum_speed, _ = _halves(sum_turned)
     half: gl.constexpr = sum_speed.type.layout
     half_ts = gl.arange(0, C, layout=gl.SliceLayout(1, half))
@@ -275,8 +282,9 @@ def keys(
         mbarrier.wait(made.index(PAIRS), phase)
         grad = warpgroup_mma(pairs_tile.permute((1, 0)), q_rest, grad, is_async=True)
         grad = warpgroup_mma_wait(0, deps=(grad,))
-        sum_rest += grad
-        rest_tile.store(grad.to(dtype))
+        chunk = (head + i).to(gl.int64) * num_chunks + n
+        bias = bias_ptr + chunk * (2 * C)
+        _add_rows(sum_rest, grad, rows_tile, bias, ones, False)
         grad = gl.zeros([C, C], gl.float32, square)
         grad = warpgroup_mma(x, grad_state, grad, use_acc=False, is_async=True)
         grad = warpgroup_mma_wait(0, deps=(grad,))
@@ -297,6 +305,11 @@ def keys(
         grad_first, grad_second = _halves(grad)
         grad = _turned_back(grad_first, grad_second, turns, square)
         dt = _row(numbers, first + DT, half)
+        release(taken.index(THETA))
+        mbarrier.arrive(empty.index(KEYS))
+        mbarrier.arrive(empty.index(TURNS))
+        mbarrier.arrive(empty.index(NUMBERS + place))
+        sum_turned = _add_rows(sum_turned, grad, turned_tile, bias, ones, True)
         # Three bfloat16 numbers hold all digits of a float32.
         high = grad_theta.to(gl.bfloat16)
         grad_theta -= high.to(gl.float32)
@@ -304,13 +317,8 @@ def keys(
         low = (grad_theta - middle.to(gl.float32)).to(gl.bfloat16)
         high_tile.store(_joined(high, middle, square))
         low_tile.store(_joined(low, low - low, square))
-        turned_tile.store(grad.to(dtype))
         fence_async_shared()
-        release(taken.index(THETA))
-        mbarrier.arrive(empty.index(KEYS))
-        mbarrier.arrive(empty.index(TURNS))
-        mbarrier.arrive(empty.index(NUMBERS + place))
-        sum_turned += grad
+        gl.thread_barrier()
         speed = gl.load(speed_ptr + half_t * R + angles, mask=in_chunk, other=0.0)
         turn = gl.zeros([C, C], gl.float32, square)
         turn = warpgroup_mma(seen, low_tile, turn, use_acc=False, is_async=True)
@@ -318,14 +326,12 @@ def keys(
         turn = warpgroup_mma_wait(0, deps=(turn,))
         left, right = _halves(turn)
         grad_turn = left + right
-        chunk = (head + i).to(gl.int64) * num_chunks + n
         gl.store(grad_turn_ptr + chunk * C + half_ts, gl.sum(grad_turn * speed, axis=1))
         gl.store(
             turn_total_ptr + chunk * R + (angles + 0 * half_t), grad_turn * from_before, mask=half_t + 0 * angles == 0
         )
         sum_speed += grad_turn * dt
-        _store_bias(bias_ptr + chunk * N, turned_tile, rest_tile, ones)
-    _store_sum(rows_ptr, sum_turned, sum_rest, dtype, square)
+    _store_sum(rows_ptr, sum_turned, sum_rest.load(square), dtype, square)
     gl.store(speed_rows_ptr + half_t * R + angles, sum_speed.to(dtype))
 
 
@@ -352,19 +358,20 @@ def values(tiles, numbers, made_tiles, outputs, sums, barriers, n, num_tokens, s
         mbarrier.wait(full.index(STATE), phase)
         mbarrier.wait(full.index(VALUES), phase)
         mbarrier.wait(full.index(NUMBERS + place), place_phase)
-        grad_v = gl.zeros([C, C], gl.float32, square)
-        grad_v = warpgroup_mma(k, grad_state.permute((1, 0)), grad_v, use_acc=False, is_async=True)
-        grad_v = warpgroup_mma(k_rest, grad_state_rest.permute((1, 0)), grad_v, is_async=True)
         # <S~, E>, as the trace of a product.
         states = gl.zeros([C, C], gl.float32, square)
         states = warpgroup_mma(state, grad_state.permute((1, 0)), states, use_acc=False, is_async=True)
         states = warpgroup_mma(state_rest, grad_state_rest.permute((1, 0)), states, is_async=True)
+        states = warpgroup_mma_wait(0, deps=(states,))
+        trace = gl.sum(gl.where(t == s, states, 0.0), axis=1)
+        grad_v = gl.zeros([C, C], gl.float32, square)
+        grad_v = warpgroup_mma(k, grad_state.permute((1, 0)), grad_v, use_acc=False, is_async=True)
+        grad_v = warpgroup_mma(k_rest, grad_state_rest.permute((1, 0)), grad_v, is_async=True)
         to_end = _row(numbers, first + TO_END, square)
         from_start = _row(numbers, first + FROM_START, square)
-        grad_v, states = warpgroup_mma_wait(0, deps=(grad_v, states))
+        grad_v = warpgroup_mma_wait(0, deps=(grad_v,))
         release(empty.index(GRAD_STATE))
         mbarrier.arrive(empty.index(KEYS))
-        trace = gl.sum(gl.where(t == s, states, 0.0), axis=1)
         grad_v = grad_v * to_end
         at_end = gl.sum(grad_v * x.load(square).to(gl.float32), axis=1)
         grad_v += gl.where(t == last, _column(numbers, first + OWED_V, square), 0.0)

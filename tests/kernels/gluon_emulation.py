@@ -106,6 +106,10 @@ class Shared:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
+    @property
+    def type(self):
+        return types.SimpleNamespace(layout=None)
+
     def index(self, i) -> "Shared":
         i = int(plain(i))
         return Shared(self.data[i], self.barriers and self.barriers[i])
@@ -117,7 +121,7 @@ class Shared:
         return Shared(self.data.permute(order))
 
     def _reinterpret(self, dtype, shape, layout) -> "Shared":
-        return Shared(self.data.view(shape))
+        return Shared(self.data.view(dtype).view(shape))
 
     def load(self, layout) -> Registers:
         return Registers(self.data.clone())
