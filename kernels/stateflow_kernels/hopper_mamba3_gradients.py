@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .hopper_mamba3_groups import (
     AT_END,
     BOTH,
+    COUNT,
     DT,
     FROM_START,
     FROM_STATE,
@@ -32,9 +33,7 @@ from .hopper_mamba3_groups import (
     GATE_SUM,
     GRAD_BOTH,
     GRAD_STATE,
-    GRAD_X,
-    GRAD_Z,
-    KEYS,
+    GRADS,
     LOG_COLUMN,
     LOG_ROW,
     NUMBERS,
@@ -44,9 +43,7 @@ from .hopper_mamba3_groups import (
     OWED_TURN,
     OWED_V,
     OWN,
-    QUERIES,
     QUERY_SUMS,
-    READ,
     READERS,
     ROWS,
     SCALE,
@@ -55,7 +52,6 @@ from .hopper_mamba3_groups import (
     TAKERS,
     TO_END,
     TRACE,
-    TURNS,
     VALUE_SUMS,
     VALUES,
     keys,
@@ -78,16 +74,16 @@ def _gates(i, numbers, query_sums, value_sums, barriers, ptrs, head, n, num_chun
     ts = gl.arange(0, C, layout=line)
     place = i & 1
     chunk = (head + i).to(gl.int64) * num_chunks + n
-    scale = numbers.index(ROWS * place + SCALE).load(line)
+    scale = numbers.index(COUNT * place + SCALE).load(line)
     decay = gl.load(decay_ptr + chunk)
     mbarrier.wait(made.index(OF_QUERIES + place), i >> 1 & 1)
     read_by = query_sums.index(QUERY_SUMS * place + LOG_COLUMN).load(line)
     grad_gate = query_sums.index(QUERY_SUMS * place + LOG_ROW).load(line) - read_by
     both = query_sums.index(QUERY_SUMS * place + BOTH).load(line)
-    grad_both = query_sums.index(QUERY_SUMS * place + GRAD_BOTH).load(line)
     release(taken.index(OF_QUERIES + place))
     mbarrier.wait(made.index(OF_VALUES + place), i >> 1 & 1)
     at_end = value_sums.index(VALUE_SUMS * place + AT_END).load(line)
+    grad_both = value_sums.index(VALUE_SUMS * place + GRAD_BOTH).load(line)
     trace = value_sums.index(VALUE_SUMS * place + TRACE).load(line)
     grad_gate += value_sums.index(VALUE_SUMS * place + FROM_STATE).load(line)
     release(taken.index(OF_VALUES + place))
@@ -124,7 +120,7 @@ def _numbers(
     is_final = ts * 0 + n == num_chunks - 1
     for i in range(0, steps):
         place = i & 1
-        first = ROWS * place
+        first = COUNT * place
         this = (head + i).to(gl.int64)
         chunk = this * num_chunks + n
         dt = gl.load(dt_ptr + (chunk * C + ts))
@@ -161,20 +157,11 @@ def _numbers(
 
 
 @gluon.jit
-def _load(desc, row, column, slot, full, empty, tile, phase):
-    mbarrier.wait(empty.index(tile), phase ^ 1)
-    mbarrier.expect(full.index(tile), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [row, column], full.index(tile), slot)
-
-
-@gluon.jit
-def _load_both(desc, row, left, right, full, empty, tile, phase):
-    """A tile of 2C columns, in two places."""
-    C: gl.constexpr = left.shape[1]
-    mbarrier.wait(empty.index(tile), phase ^ 1)
-    mbarrier.expect(full.index(tile), 2 * desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [row, 0], full.index(tile), left)
-    tma.async_copy_global_to_shared(desc, [row, C], full.index(tile), right)
+def _expect(full, empty, what, phase, NUM_TILES: gl.constexpr, desc):
+    """Once its places are free. Returns the barrier of the copies that follow."""
+    mbarrier.wait(empty.index(what), phase ^ 1)
+    mbarrier.expect(full.index(what), NUM_TILES * desc.block_type.nbytes)
+    return full.index(what)
 
 
 @gluon.jit
@@ -190,35 +177,40 @@ def _fetch(descs, tiles, turns, barriers, head, n, num_chunks, steps):
         column = (head + i) * P
         row = ((head + i) * num_chunks + n) * C
         state_row = ((head + i) * num_chunks + n) * P
-        _load_both(grad_states_desc, state_row, grad_state, grad_state_rest, full, empty, GRAD_STATE, phase)
-        _load(x_desc, n * C, column, x, full, empty, VALUES, phase)
-        _load_both(states_desc, state_row, state, state_rest, full, empty, STATE, phase)
-        _load(grad_read_desc, n * C, column, grad_read, full, empty, READ, phase)
-        _load_both(k_desc, row, k, k_rest, full, empty, KEYS, phase)
-        _load_both(q_desc, row, q, q_rest, full, empty, QUERIES, phase)
-        _load(turns_desc, row, 0, turns, full, empty, TURNS, phase)
-        mbarrier.wait(empty.index(GATE), phase ^ 1)
-        mbarrier.expect(full.index(GATE), 2 * z_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(z_desc, [n * C, column], full.index(GATE), z)
-        tma.async_copy_global_to_shared(grad_y_desc, [n * C, column], full.index(GATE), grad_y)
+        bar = _expect(full, empty, GRAD_STATE, phase, 2, grad_states_desc)
+        tma.async_copy_global_to_shared(grad_states_desc, [state_row, 0], bar, grad_state)
+        tma.async_copy_global_to_shared(grad_states_desc, [state_row, C], bar, grad_state_rest)
+        bar = _expect(full, empty, STATE, phase, 2, states_desc)
+        tma.async_copy_global_to_shared(states_desc, [state_row, 0], bar, state)
+        tma.async_copy_global_to_shared(states_desc, [state_row, C], bar, state_rest)
+        bar = _expect(full, empty, VALUES, phase, 2, x_desc)
+        tma.async_copy_global_to_shared(x_desc, [n * C, column], bar, x)
+        tma.async_copy_global_to_shared(grad_read_desc, [n * C, column], bar, grad_read)
+        bar = _expect(full, empty, ROWS, phase, 5, k_desc)
+        tma.async_copy_global_to_shared(k_desc, [row, 0], bar, k)
+        tma.async_copy_global_to_shared(q_desc, [row, 0], bar, q)
+        tma.async_copy_global_to_shared(k_desc, [row, C], bar, k_rest)
+        tma.async_copy_global_to_shared(q_desc, [row, C], bar, q_rest)
+        tma.async_copy_global_to_shared(turns_desc, [row, 0], bar, turns)
+        bar = _expect(full, empty, GATE, phase, 2, z_desc)
+        tma.async_copy_global_to_shared(z_desc, [n * C, column], bar, z)
+        tma.async_copy_global_to_shared(grad_y_desc, [n * C, column], bar, grad_y)
 
 
 @gluon.jit
-def _write(grad_z_desc, grad_x_desc, outputs, barriers, head, n, steps):
-    grad_z_tile, grad_x_tile = outputs
-    _, _, made, taken = barriers
-    C: gl.constexpr = grad_z_tile.shape[0]
-    P: gl.constexpr = grad_z_tile.shape[1]
+def _write(grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps):
+    """dz and dx, which are in the places of z and dy."""
+    _, _, z, grad_y, _, _, _, _, _, _, _, _ = tiles
+    _, empty, made, _ = barriers
+    C: gl.constexpr = z.shape[0]
+    P: gl.constexpr = z.shape[1]
     for i in range(0, steps):
-        phase = i & 1
         column = (head + i) * P
-        mbarrier.wait(made.index(GRAD_X), phase)
-        tma.async_copy_shared_to_global(grad_x_desc, [n * C, column], grad_x_tile)
-        mbarrier.wait(made.index(GRAD_Z), phase)
-        tma.async_copy_shared_to_global(grad_z_desc, [n * C, column], grad_z_tile)
+        mbarrier.wait(made.index(GRADS), i & 1)
+        tma.async_copy_shared_to_global(grad_z_desc, [n * C, column], z)
+        tma.async_copy_shared_to_global(grad_x_desc, [n * C, column], grad_y)
         tma.store_wait(pendings=0)
-        mbarrier.arrive(taken.index(GRAD_X))
-        mbarrier.arrive(taken.index(GRAD_Z))
+        mbarrier.arrive(empty.index(GATE))
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
@@ -300,11 +292,11 @@ def gradients_kernel(
         gl.allocate_shared_memory(dtype, [C, C], layout),
         gl.allocate_shared_memory(dtype, [C, C], layout),
     )
-    outputs = (
+    query_tiles = (
         gl.allocate_shared_memory(dtype, [C, C], layout),
         gl.allocate_shared_memory(dtype, [C, C], layout),
     )
-    query_tile = gl.allocate_shared_memory(dtype, [C, C], layout)
+    log_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], layout)
     pieces = (
         gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
         gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
@@ -321,18 +313,18 @@ def gradients_kernel(
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, R], gl.float32)
     theta = gl.allocate_shared_memory(gl.float32, [C, R], wide)
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    numbers = gl.allocate_shared_memory(gl.float32, [2 * ROWS, C], plain)
+    numbers = gl.allocate_shared_memory(gl.float32, [2 * COUNT, C], plain)
     query_sums = gl.allocate_shared_memory(gl.float32, [2 * QUERY_SUMS, C], plain)
     value_sums = gl.allocate_shared_memory(gl.float32, [2 * VALUE_SUMS, C], plain)
 
-    full = gl.allocate_shared_memory(gl.int64, [10, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [10, 1], mbarrier.MBarrierLayout())
-    made = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(10):
+    full = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(7):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS[i])
-    for i in gl.static_range(8):
+    for i in gl.static_range(7):
         mbarrier.init(made.index(i), count=1)
         mbarrier.init(taken.index(i), count=TAKERS[i])
     fence_async_shared()
@@ -359,7 +351,8 @@ def gradients_kernel(
                     numbers,
                     made_tiles,
                     theta,
-                    query_tile,
+                    query_tiles,
+                    log_tile,
                     query_rest,
                     ones,
                     query_sums,
@@ -404,9 +397,9 @@ def gradients_kernel(
                     HAS_DOCS,
                 ),
             ),
-            (values, (tiles, numbers, made_tiles, outputs, value_sums, barriers, n, num_tokens, steps)),
+            (values, (tiles, numbers, made_tiles, value_sums, barriers, n, num_tokens, steps)),
             (_fetch, (descs, tiles, turns, barriers, head, n, num_chunks, steps)),
-            (_write, (grad_z_desc, grad_x_desc, outputs, barriers, head, n, steps)),
+            (_write, (grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps)),
             (
                 _numbers,
                 (
@@ -432,5 +425,5 @@ def gradients_kernel(
             ),
         ],
         [4, 4, 1, 1, 1],
-        [168, 120, 24, 24, 24],
+        [168, 128, 24, 24, 24],
     )
