@@ -19,6 +19,8 @@ CHUNK = 64
 NUM_WARPS = 8
 # What a program's heads share is loaded once; fewer programs are less even.
 HEADS = 8
+# Those of the one kernel for all gradients, at most.
+GRADIENT_HEADS = 16
 # Of a thread: two programs then fit at once.
 REGISTERS = 128
 

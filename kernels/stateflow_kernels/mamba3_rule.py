@@ -40,7 +40,7 @@ class Mamba3Plan:
 
     `block_v` of a tile is columns of P at a time, which are rows of S. `cuts`: shares of the chunks at which a forward
     is cut into segments; `overlap_backward`: the backward's first scan runs beside another kernel. `gradient_heads`:
-    Queries and Keys are one kernel, see `hopper_mamba3_gradients`, with so many heads a program, where that runs.
+    Queries and Keys are one kernel, see `hopper_mamba3_gradients`, with up to so many heads a program, where that runs.
     """
 
     local: Tile = Tile(64, 4, 2)
@@ -274,10 +274,13 @@ class Backward:
         self.grad_before = self.problem.by_chunk(self.num_blocks)
 
     def set_gradient_heads(self, heads: int) -> None:
-        """How many heads' rows are summed before Shared back, by the one kernel for all gradients; 0: there are two."""
+        """How many heads a program of the one kernel for all gradients has at most; 0: there are two kernels.
+
+        It sums their rows. All programs have as many, or nearly.
+        """
         problem = self.problem
-        self.gradient_heads = heads
         self.num_groups = triton.cdiv(problem.num_heads, heads) if heads else problem.num_heads
+        self.gradient_heads = triton.cdiv(problem.num_heads, self.num_groups) if heads else 0
         rows = (problem.batch, self.num_groups, problem.num_chunks, CHUNK)
         widths = (problem.n_dim, problem.n_dim, problem.num_angles)
         self.query_rows, self.key_rows, self.speed_rows = (

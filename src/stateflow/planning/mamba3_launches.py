@@ -109,12 +109,6 @@ class Launches:
             for name in KERNELS:
                 self.by_name[name](getattr(fill, name))
 
-    def gradients(self, heads: int) -> None:
-        """Both gradient kernels in one, with so many heads a program."""
-        if self.back.gradient_heads != heads:
-            self.back.set_gradient_heads(heads)
-        self.back.gradients()
-
     @staticmethod
     def _scan_backward(back: rule.Backward, tile: Tile) -> None:
         if back.num_blocks != back.problem.num_blocks(tile):
@@ -131,7 +125,8 @@ def _time_kernels(
         times[name] = measure(lambda name=name: launches.by_name[name](getattr(plan, name)))
     times["finish"] = measure(launches.finish)
     for heads in gradient_heads if launches.merges_gradients else ():
-        times[f"gradients of {heads} heads a program"] = measure(lambda heads=heads: launches.gradients(heads))
+        launches.back.set_gradient_heads(heads)
+        times[f"gradients of {heads} heads a program"] = measure(launches.back.gradients)
         times[f"finish after {heads}"] = measure(launches.finish)
     return times
 
