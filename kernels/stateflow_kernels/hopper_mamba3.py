@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,50 +17,96 @@ if TYPE_CHECKING:
 
 SIZES = ((128, 64, 32),)  # N, P, R
 CHUNK = 64
-NUM_WARPS = 8
 # What a program's heads share is loaded once; fewer programs are less even.
 HEADS = 8
 # Those of the one kernel for all gradients, at most.
 GRADIENT_HEADS = 16
-# Of a thread: two programs then fit at once.
-REGISTERS = 128
+# Of a thread of Local: two programs then fit at once. And of those warps of Out that make q and k, beside which the
+# others keep enough.
+REGISTERS, ROW_REGISTERS = 128, 120
 
 
-def runs(problem: Problem, tile: Tile) -> bool:
-    """Whether Local of this problem is launched in this form. The copy engine takes multiples of 16 bytes."""
+def runs(problem: Problem, *tiles: Tile, given: tuple[Tensor, ...] = ()) -> bool:
+    """Whether kernels with these tiles are launched in this form.
+
+    `given`: tensors from the caller beside the inputs; the copy engine takes multiples of 16 bytes.
+    """
     return (
-        tile.specialized
+        all(tile.specialized for tile in tiles)
         and problem.batch == 1
         and problem.dtype != torch.float32
         and (problem.n_dim, problem.p_dim, problem.num_angles) in SIZES
-        and problem.inputs.x.data_ptr() % 16 == 0
+        and all(x.data_ptr() % 16 == 0 for x in (problem.inputs.x, problem.inputs.z, *given))
         and hopper.available(problem.device)
     )
 
 
-def _tiles(x: Tensor, columns: int):
-    """x [.., columns] in tiles of 64 x 64."""
-    return hopper._tiles(x.view(-1, columns), CHUNK, CHUNK)
+def _tiles(x: Tensor | None, columns: int, width: int = CHUNK):
+    """x [.., columns] in tiles of this width, 64 rows each."""
+    return None if x is None else hopper._tiles(x.view(-1, columns), CHUNK, width)
 
 
-def local(prepared: Prepared, chunks: range) -> None:
-    """Local, of all heads."""
-    from . import hopper_mamba3_local
+def _launch(kernel, programs: int, problem: Problem, *args, **options) -> None:
+    kernel[(programs,)](
+        *args,
+        **{name: problem.constants[name] for name in ("H", "N", "P", "R", "C", "HAS_DOCS")},
+        HEADS=HEADS,
+        num_warps=8,
+        **options,
+    )
+
+
+def _num_units(problem: Problem, chunks: range) -> int:
+    return len(chunks) * triton.cdiv(problem.num_heads, HEADS)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def local(prepared: Prepared, chunks: range, back: Backward | None = None) -> None:
+    """Local, of all heads; with `back` Local back in the same programs."""
+    from .hopper_mamba3_local import local_kernel
 
     problem, inputs = prepared.problem, prepared.problem.inputs
-    n_dim, heads = problem.n_dim, problem.num_heads
-    hopper_mamba3_local.local_kernel[(len(chunks) * triton.cdiv(heads, HEADS),)](
-        _tiles(inputs.x, heads * problem.p_dim),
-        *(_tiles(x, n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
+    _launch(
+        *(local_kernel, _num_units(problem, chunks), problem),
+        _tiles(inputs.x, problem.num_heads * problem.p_dim),
+        *(_tiles(x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
+        *_back_tiles(problem, back),
         *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
         *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
         *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
         *(prepared.k_bound, prepared.v_bound, prepared.cos_sin_rows),
         *(problem.num_tokens, problem.num_chunks, chunks.start),
-        **{name: problem.constants[name] for name in ("H", "N", "P", "R", "C", "HAS_DOCS")},
-        HEADS=HEADS,
-        num_warps=NUM_WARPS,
         maxnreg=REGISTERS,
+    )
+
+
+def _back_tiles(problem: Problem, back: Backward | None) -> tuple:
+    if back is None:
+        return (None,) * 4
+    values = (problem.inputs.z, back.grad_y, back.grad_read)
+    tiles = (_tiles(x, problem.num_heads * problem.p_dim) for x in values)
+    return *tiles, _tiles(back.grad_states, problem.n_dim)
+
+
+def out(prepared: Prepared, chunks: range, y: Tensor) -> None:
+    """Out, of all heads."""
+    from .hopper_mamba3_out import out_kernel
+
+    problem, inputs = prepared.problem, prepared.problem.inputs
+    x, z, y = (_tiles(tensor, problem.num_heads * problem.p_dim) for tensor in (inputs.x, inputs.z, y))
+    num_units = _num_units(problem, chunks)
+    _launch(
+        *(out_kernel, min(num_units, _num_multiprocessors(problem.device)), problem),
+        *(x, z, _tiles(prepared.states, problem.n_dim, problem.n_dim), y),
+        *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias, inputs.D),
+        *(problem.doc_start, prepared.B_factor, prepared.C_factor, prepared.speed),
+        *(prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.theta),
+        *(problem.num_tokens, problem.num_chunks, chunks.start, num_units),
+        ROW_REGISTERS=ROW_REGISTERS,
     )
 
 

@@ -1,13 +1,11 @@
-"""Mamba-3's Local for Hopper, in Gluon: what heads share is loaded once, and every warp has its own tokens.
+"""Mamba-3's Local for Hopper, in Gluon, in the backward with Local back.
 
 Local in Triton's form passes tiles from layout to layout and waits for each of its loads in turn. Here a program takes
-a few heads of one chunk. A thread has the same tokens and columns of B and C throughout, normalised and with the norms'
-weights in registers, and what it needs of them for each head lies there, too: the columns of its pairs, and the angle
-that turns them. So angles are sums within a thread and over the eight warps, and no tile is moved before q and k are
-done. These go through shared memory, where the copy engine takes them from and k is the right operand of A = V^T (e kh);
-e and s are on the values' side.
+a few heads of one chunk, with what they share in registers, see `hopper_mamba3_tiles`. q and k go through shared
+memory, where the copy engine takes them from and k is the right operand of A = V^T (e kh), with e and s on the side of
+the values. So is q of Local back's A' = dY^T (gam Q), which therefore is taken in the same place.
 
-In the notation of `mamba3`, with its layouts. For B = 1, 16-bit inputs and the sizes of `hopper.MAMBA3_SIZES`.
+In the notation of `mamba3`, with its layouts. For B = 1, 16-bit inputs and the sizes of `hopper_mamba3.SIZES`.
 """
 
 from triton.experimental import gluon
@@ -20,99 +18,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_mamba3_tiles import (
+    barriers,
+    bias_numbers,
+    biases,
+    exponential,
+    fetch,
+    groups,
+    keep,
+    number_places,
+    numbers,
+    place,
+    rotation,
+    sigmoid,
+    starts,
+    token_starts,
+    true_columns,
+    turned,
+    two_tiles,
+)
+
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
-
-
-@gluon.jit
-def _sine(x):
-    return gl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _cosine(x):
-    return gl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _add_from_start(a, a_starts, b, b_starts):
-    return gl.where(b_starts != 0, b, a + b), a_starts | b_starts
-
-
-@gluon.jit
-def _rotation(speed, dt, theta, start, ts, HAS_DOCS: gl.constexpr):
-    """Sine and cosine of every token's angle, by sums over its document's tokens in order."""
-    turned = speed * gl.expand_dims(dt, 1)
-    if HAS_DOCS:
-        starts, turned = gl.broadcast(gl.expand_dims(gl.where(start == ts, 1, 0), 1), turned)
-        turned, starts = gl.associative_scan((turned, starts), 0, _add_from_start)
-        angle = turned + gl.where(gl.expand_dims(start, 1) < 0, gl.expand_dims(theta, 0), 0.0)
-    else:
-        angle = gl.associative_scan(turned, 0, _add) + gl.expand_dims(theta, 0)
-    # To the nearest whole number, as float32 rounds where its last digit is 1. And as `revolutions_off`.
-    turns = (angle * 0.15915494309189535 + 12582912.0) - 12582912.0
-    angle = angle - turns * 6.28125 - turns * 0.0019353071795864769
-    return _sine(angle), _cosine(angle)
-
-
-@gluon.jit
-def _group(row_ptr, factor, norm_ptr, in_chunk, ts, columns, N: gl.constexpr):
-    """These columns of B or C of the chunk's tokens, normalised and with the norm's weights; float32."""
-    offset = gl.expand_dims(ts, 1) * N + gl.expand_dims(columns, 0)
-    row = gl.load(row_ptr + offset, mask=gl.expand_dims(in_chunk, 1), other=0.0).to(gl.float32)
-    return row * gl.expand_dims(factor, 1) * gl.expand_dims(gl.load(norm_ptr + columns).to(gl.float32), 0)
-
-
-@gluon.jit
-def _groups(row_ptr, factor_ptr, norm_ptr, end, pairs: gl.constexpr, wide: gl.constexpr, sizes: gl.constexpr):
-    """First and second columns of the pairs, and the others."""
-    N: gl.constexpr = sizes[0]
-    R: gl.constexpr = sizes[1]
-    C: gl.constexpr = sizes[2]
-    ts = gl.arange(0, C, layout=gl.SliceLayout(1, pairs))
-    angles = gl.arange(0, R, layout=gl.SliceLayout(0, pairs))
-    factor = gl.load(factor_ptr + ts, mask=ts < end, other=0.0)
-    first = _group(row_ptr, factor, norm_ptr, ts < end, ts, 2 * angles, N)
-    second = _group(row_ptr, factor, norm_ptr, ts < end, ts, 2 * angles + 1, N)
-    ts = gl.arange(0, C, layout=gl.SliceLayout(1, wide))
-    others = 2 * R + gl.arange(0, N - 2 * R, layout=gl.SliceLayout(0, wide))
-    factor = gl.load(factor_ptr + ts, mask=ts < end, other=0.0)
-    return first, second, _group(row_ptr, factor, norm_ptr, ts < end, ts, others, N)
-
-
-@gluon.jit
-def _biases(bias_ptr, pairs: gl.constexpr, wide: gl.constexpr, N: gl.constexpr, R: gl.constexpr):
-    """As `_groups`."""
-    angles = gl.arange(0, R, layout=gl.SliceLayout(0, pairs))
-    others = 2 * R + gl.arange(0, N - 2 * R, layout=gl.SliceLayout(0, wide))
-    first = gl.load(bias_ptr + 2 * angles).to(gl.float32)
-    second = gl.load(bias_ptr + 2 * angles + 1).to(gl.float32)
-    rest = gl.load(bias_ptr + others).to(gl.float32)
-    return gl.expand_dims(first, 0), gl.expand_dims(second, 0), gl.expand_dims(rest, 0)
-
-
-@gluon.jit
-def _turned(groups, biases, sin, cos):
-    """q or k of a head."""
-    first = groups[0] + biases[0]
-    second = groups[1] + biases[1]
-    return first * cos - second * sin, first * sin + second * cos, groups[2] + biases[2]
-
-
-@gluon.jit
-def _place(tiles, rows):
-    """Writes q or k: a tile of the turned columns, first and second ones side by side, and one of the others."""
-    first, second, rest = rows
-    dtype: gl.constexpr = tiles.dtype
-    C: gl.constexpr = tiles.shape[1]
-    W: gl.constexpr = tiles.shape[2]
-    turned = gl.permute(gl.join(first.to(dtype), second.to(dtype)), (0, 2, 1))
-    tiles.index(0).store(gl.reshape(turned, (C, W)))
-    tiles.index(1).store(rest.to(dtype))
 
 
 @gluon.jit
@@ -131,14 +57,20 @@ def _store_token(row_ptr, rows, last, pairs: gl.constexpr, wide: gl.constexpr, s
 
 
 @gluon.jit
-def _starts(doc_start_ptr, num_tokens, n, C: gl.constexpr, layout: gl.constexpr, HAS_DOCS: gl.constexpr):
-    """As `decays.document_starts`."""
-    ts = gl.arange(0, C, layout=layout)
-    if HAS_DOCS:
-        position = gl.minimum(n * C + ts, num_tokens - 1)
-        return gl.maximum(gl.load(doc_start_ptr + position) - n * C, -1).to(gl.int32)
-    else:
-        return gl.full([C], -1, gl.int32, layout)
+def _multiply(values, tiles, acc: gl.constexpr):
+    """Values^T times both tiles of q or k."""
+    P: gl.constexpr = values.shape[1]
+    WIDTH: gl.constexpr = tiles[0].shape[1]
+    zeros = gl.zeros([P, WIDTH], gl.float32, acc)
+    first = warpgroup_mma(values.permute((1, 0)), tiles[0], zeros, use_acc=False, is_async=True)
+    return first, warpgroup_mma(values.permute((1, 0)), tiles[1], zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _write(desc, tiles, row):
+    width: gl.constexpr = tiles[0].shape[1]
+    tma.async_copy_shared_to_global(desc, [row, 0], tiles[0])
+    tma.async_copy_shared_to_global(desc, [row, width], tiles[1])
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
@@ -147,6 +79,10 @@ def local_kernel(
     k_rows_desc,
     q_rows_desc,
     states_desc,
+    z_desc,
+    grad_y_desc,
+    grad_read_desc,
+    grad_states_desc,
     x_ptr,
     B_ptr,
     C_ptr,
@@ -178,13 +114,15 @@ def local_kernel(
     HEADS: gl.constexpr,
     HAS_DOCS: gl.constexpr,
 ):
-    """Local of one chunk and HEADS heads.
+    """Local of one chunk and HEADS heads. Without the rows' tensors only what Scan needs; with dy's, Local back, too.
 
     `cos_sin_rows` [H, NC, C, 2R] float16, if wanted: R cosines, then R sines of every token's angle.
     """
     GROUPS: gl.constexpr = (H + HEADS - 1) // HEADS
     sizes: gl.constexpr = (N, R, C)
+    WITH_BACK: gl.constexpr = grad_y_desc is not None
     dtype: gl.constexpr = x_desc.dtype
+    tile: gl.constexpr = x_desc.layout
     pairs: gl.constexpr = gl.BlockedLayout([C // 8, 1], [1, 32], [8, 1], [1, 0])
     wide: gl.constexpr = gl.BlockedLayout([C // 8, (N - 2 * R) // 32], [1, 32], [8, 1], [1, 0])
     values: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // P, P // 8], [8, 1], [1, 0])
@@ -198,42 +136,70 @@ def local_kernel(
     end = num_tokens - n * C
     last = gl.minimum(end, C) - 1
 
-    slots = gl.allocate_shared_memory(dtype, [2, C, P], x_desc.layout)
-    scaled = gl.allocate_shared_memory(dtype, [C, P], x_desc.layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [2, C, N // 2], q_rows_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [2, C, N // 2], k_rows_desc.layout)
-    added = gl.allocate_shared_memory(dtype, [2, P, N // 2], states_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(ready.index(i), count=1)
+    x_tile = gl.allocate_shared_memory(dtype, [C, P], tile)
+    scaled = gl.allocate_shared_memory(dtype, [C, P], tile)
+    k_tiles, added = two_tiles(dtype, tile), two_tiles(dtype, tile)
+    x_ready = barriers(1)
+    descs, tiles, ready = (x_desc,), (x_tile,), (x_ready.index(0),)
+    if q_rows_desc is not None:
+        q_tiles = two_tiles(dtype, tile)
+    if WITH_BACK:
+        z_tile, grad_y_tile = two_tiles(dtype, tile)
+        scaled_back, grad_read = two_tiles(dtype, tile)
+        z_ready, grad_y_ready = barriers(1), barriers(1)
+        descs = (x_desc, z_desc, grad_y_desc)
+        tiles = (x_tile, z_tile, grad_y_tile)
+        ready = (x_ready.index(0), z_ready.index(0), grad_y_ready.index(0))
     fence_async_shared()
-    mbarrier.expect(ready.index(0), x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [n * C, first_head * P], ready.index(0), slots.index(0))
+    fetch(descs, tiles, ready, (n * C,) * len(descs), (first_head * P,) * len(descs))
 
-    C_groups = _groups(C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, end, pairs, wide, sizes)
-    B_groups = _groups(B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, end, pairs, wide, sizes)
+    chunk = first_head.to(gl.int64) * num_chunks + n
+    dt = numbers(dt_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
+    theta = numbers(theta_ptr + chunk * R, num_chunks * R, heads, HEADS, R)
+    gate_sum = numbers(gate_sum_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
+    last_sum = numbers(gate_sum_ptr + (chunk * C + C - 1), num_chunks * C, heads, HEADS, C, 0)
+    scale = numbers(scale_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
+    C_bias = bias_numbers(C_bias_ptr + first_head * N, heads, HEADS, N, R)
+    B_bias = bias_numbers(B_bias_ptr + first_head * N, heads, HEADS, N, R)
+    if q_rows_desc is not None:
+        C_groups = groups(C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, end, pairs, wide, sizes)
+    B_groups = groups(B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, end, pairs, wide, sizes)
     ts = gl.arange(0, C, layout=gl.SliceLayout(1, pairs))
     angles = gl.arange(0, R, layout=gl.SliceLayout(0, pairs))
     by_angle = gl.expand_dims(ts, 1) * R + gl.expand_dims(angles, 0)
     speed = gl.load(speed_ptr + token * R + by_angle, mask=gl.expand_dims(ts < end, 1), other=0.0)
-    start = _starts(doc_start_ptr, num_tokens, n, C, gl.SliceLayout(1, pairs), HAS_DOCS)
-    vt = gl.arange(0, C, layout=gl.SliceLayout(1, values))
-    vs = gl.arange(0, P, layout=line)
+    start = starts(doc_start_ptr, num_tokens, n, C, gl.SliceLayout(1, pairs), HAS_DOCS)
+    all_dt, all_theta, all_to_end = number_places(HEADS, C), number_places(HEADS, R), number_places(HEADS, C)
+    B_biases = number_places(HEADS, N)
+    keep(all_dt, dt)
+    keep(all_theta, theta)
+    keep(B_biases, B_bias)
+    if q_rows_desc is not None:
+        C_biases = number_places(HEADS, N)
+        keep(C_biases, C_bias)
+    to_end, from_start = exponential(last_sum - gate_sum), exponential(gate_sum)
     if HAS_DOCS:
+        line_start = token_starts(doc_start_ptr, num_tokens, n, HEADS, C)
         last_start = gl.load(doc_start_ptr + (gl.minimum(n * C + C, num_tokens) - 1)) - n * C
+        to_end = gl.where(gl.arange(0, HEADS * C, layout=line) % C >= last_start, to_end, 0.0)
+        from_start = gl.where(line_start < 0, from_start, 0.0)
+    keep(all_to_end, scale * to_end)
+    if WITH_BACK:
+        all_from_start = number_places(HEADS, C)
+        keep(all_from_start, from_start)
+    # v of the last token.
+    value = gl.arange(0, HEADS * P, layout=line)
+    last_v = gl.load(x_ptr + ((token + last) * (H * P) + first_head * P + value), mask=value // P < heads, other=0.0)
+    behind = (first_head + value // P).to(gl.int64) * (num_chunks + 1) + n + 1
+    gl.store(v_bound_ptr + (behind * P + value % P), last_v.to(gl.float32), mask=value // P < heads)
 
     for i in range(0, heads):
         head = (first_head + i).to(gl.int64)
         chunk = head * num_chunks + n
         bound = chunk + head
-        dt = gl.load(dt_ptr + chunk * C + ts)
-        theta = gl.load(theta_ptr + chunk * R + angles)
-        scale = gl.load(scale_ptr + chunk * C + vt)
-        to_end = gl.load(gate_sum_ptr + (chunk * C + C - 1)) - gl.load(gate_sum_ptr + chunk * C + vt)
-        C_biases = _biases(C_bias_ptr + head * N, pairs, wide, N, R)
-        B_biases = _biases(B_bias_ptr + head * N, pairs, wide, N, R)
-        v_last = gl.load(x_ptr + (token + last) * (H * P) + head * P + vs).to(gl.float32)
-        sin, cos = _rotation(speed, dt, theta, start, ts, HAS_DOCS)
+        steps = all_dt.index(i).load(gl.SliceLayout(1, pairs))
+        before = all_theta.index(i).load(gl.SliceLayout(0, pairs))
+        sin, cos = rotation(speed, steps, before, start, ts, HAS_DOCS)
         if cos_sin_rows_ptr is not None:
             row = cos_sin_rows_ptr + chunk * (C * 2 * R) + gl.expand_dims(ts, 1) * (2 * R) + gl.expand_dims(angles, 0)
             gl.store(row, cos.to(gl.float16))
@@ -241,47 +207,58 @@ def local_kernel(
 
         # The padding's rows are stored, too: whatever they are, no product gets anything of them.
         tma.store_wait(pendings=0)
-        _place(q_tiles, _turned(C_groups, C_biases, sin, cos))
-        k = _turned(B_groups, B_biases, sin, cos)
-        _place(k_tiles, k)
+        if q_rows_desc is not None:
+            place(q_tiles, turned(C_groups, biases(C_biases.index(i), pairs, wide, R), sin, cos))
+        k = turned(B_groups, biases(B_biases.index(i), pairs, wide, R), sin, cos)
+        place(k_tiles, k)
         if end >= C:  # so that the compiler knows which of a thread's tokens is none
             _store_token(k_bound_ptr + (bound + 1) * N, k, C - 1, pairs, wide, sizes)
         else:
             _store_token(k_bound_ptr + (bound + 1) * N, k, last, pairs, wide, sizes)
-        gl.store(v_bound_ptr + (bound + 1) * P + vs, v_last)
-        if HAS_DOCS:
-            to_end = gl.where(vt >= last_start, to_end, float("-inf"))
-        scale = scale * gl.exp(to_end)
-        slot = i % 2
-        mbarrier.wait(ready.index(slot), (i // 2) & 1)
-        v = slots.index(slot).load(values).to(gl.float32) * gl.expand_dims(scale, 1)
+        mbarrier.wait(x_ready.index(0), i & 1)
+        weight = all_to_end.index(i).load(gl.SliceLayout(1, values))
+        v = x_tile.load(values).to(gl.float32) * gl.expand_dims(weight, 1)
         scaled.store(v.to(dtype))
+        if WITH_BACK:
+            mbarrier.wait(z_ready.index(0), i & 1)
+            z = z_tile.load(values).to(gl.float32)
+            mbarrier.wait(grad_y_ready.index(0), i & 1)
+            grad = grad_y_tile.load(values).to(gl.float32) * (z * sigmoid(z))
+            grad_read.store(grad.to(dtype))
+            weight = all_from_start.index(i).load(gl.SliceLayout(1, values))
+            scaled_back.store((grad * gl.expand_dims(weight, 1)).to(dtype))
         fence_async_shared()
         row = (first_head + i) * num_chunks + n
-        left = scaled.permute((1, 0))
-        zeros = gl.zeros([P, N // 2], gl.float32, acc)
-        turned = warpgroup_mma(left, k_tiles.index(0), zeros, use_acc=False, is_async=True)
-        rest = warpgroup_mma(left, k_tiles.index(1), zeros, use_acc=False, is_async=True)
-        for j in gl.static_range(2):
-            tma.async_copy_shared_to_global(q_rows_desc, [row * C, j * (N // 2)], q_tiles.index(j))
-            tma.async_copy_shared_to_global(k_rows_desc, [row * C, j * (N // 2)], k_tiles.index(j))
+        first, second = _multiply(scaled, k_tiles, acc)
+        if q_rows_desc is not None:
+            _write(q_rows_desc, q_tiles, row * C)
+        if k_rows_desc is not None:
+            _write(k_rows_desc, k_tiles, row * C)
+        if WITH_BACK:
+            tma.async_copy_shared_to_global(grad_read_desc, [n * C, (first_head + i) * P], grad_read)
         if i + 1 < heads:
-            other = ready.index(1 - slot)
-            mbarrier.expect(other, x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [n * C, (first_head + i + 1) * P], other, slots.index(1 - slot))
-        turned, rest = warpgroup_mma_wait(0, deps=(turned, rest))
-        added.index(0).store(turned.to(dtype))
-        added.index(1).store(rest.to(dtype))
+            following = (first_head + i + 1) * P
+            fetch(descs, tiles, ready, (n * C,) * len(descs), (following,) * len(descs))
+        first, second = warpgroup_mma_wait(0, deps=(first, second))
+        added[0].store(first.to(dtype))
+        added[1].store(second.to(dtype))
+        if WITH_BACK:
+            first, second = _multiply(scaled_back, q_tiles, acc)
         fence_async_shared()
-        for j in gl.static_range(2):
-            tma.async_copy_shared_to_global(states_desc, [row * P, j * (N // 2)], added.index(j))
+        _write(states_desc, added, row * P)
+        if WITH_BACK:
+            first, second = warpgroup_mma_wait(0, deps=(first, second))
+            # In the place of the products' operands.
+            scaled.store(first.to(dtype))
+            scaled_back.store(second.to(dtype))
+            fence_async_shared()
+            _write(grad_states_desc, (scaled, scaled_back), row * P)
     tma.store_wait(pendings=0)
 
     if n == 0:
-        ns = gl.arange(0, N, layout=line)
-        true = gl.where(ns < R, 2 * ns, 2 * (ns - R) + 1)
-        true = gl.where(ns < 2 * R, true, ns)
+        ns, vs = gl.arange(0, N, layout=line), gl.arange(0, P, layout=line)
         for i in range(0, heads):
             head = (first_head + i).to(gl.int64)
-            gl.store(k_bound_ptr + head * (num_chunks + 1) * N + ns, gl.load(k_last_ptr + head * N + true))
-            gl.store(v_bound_ptr + head * (num_chunks + 1) * P + vs, gl.load(v_last_ptr + head * P + vs))
+            bound = head * (num_chunks + 1)
+            gl.store(k_bound_ptr + bound * N + ns, gl.load(k_last_ptr + head * N + true_columns(ns, R)))
+            gl.store(v_bound_ptr + bound * P + vs, gl.load(v_last_ptr + head * P + vs))

@@ -8,6 +8,7 @@ backward beside what does not need it:
     forward     Local1 -> (Scan1 || Local2) -> (Scan2 || Out1) -> Out2
     backward    Local -> (Scan || Local back) -> Scan back -> Queries -> Keys
 
+(Where Local and Local back are one kernel, Scan works beside Scan back.)
 Every kernel does the same with a segment as with the whole, so neither changes a bit.
 """
 
@@ -32,6 +33,8 @@ SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 8)
 # Left alone, the compiler takes so many that two programs fit at once, where three hide more of the waiting.
 REGISTERS = {"local_kernel": 168}
 SHARED_TOKENS, SHARED_BACK = 16, Tile(16, 4, 6)
+# Whose tiles may say `specialized`: the form of `hopper_mamba3`, where that runs.
+SPECIALIZED = ("local", "out", "local_backward")
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,8 @@ class Problem:
 class Prepared:
     """What the forward's kernels leave for each other and for the backward's; each method launches one of them."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, with_rows: bool = True):
+        """`with_rows`: whether Local leaves q and k; Out for Hopper makes them itself."""
         self.problem = problem
         self.whole = range(problem.num_chunks)
         by_token, num_angles = (problem.batch, problem.num_tokens), problem.num_angles
@@ -186,7 +190,8 @@ class Prepared:
         self.turn, self.theta = problem.by_chunk(num_angles), problem.by_chunk(num_angles)
         bounds = (problem.batch, problem.num_heads, problem.num_chunks + 1)
         self.k_bound, self.v_bound = problem.empty(*bounds, problem.n_dim), problem.empty(*bounds, problem.p_dim)
-        self.states, self.k_rows, self.q_rows = problem.states(), *(problem.rows(problem.n_dim) for _ in "kq")
+        self.states = problem.states()
+        self.k_rows, self.q_rows = (problem.rows(problem.n_dim) if with_rows else None for _ in "kq")
         # [B, H, NC, C, 2R] float16, for who wants it: Local leaves the cosines and sines of all tokens there.
         self.cos_sin_rows: Tensor | None = None
         inputs = problem.inputs
@@ -234,6 +239,9 @@ class Prepared:
 
     def out(self, tile: Tile, chunks: range, y: Tensor) -> None:
         problem, inputs = self.problem, self.problem.inputs
+        if hopper_mamba3.runs(problem, tile):
+            hopper_mamba3.out(self, chunks, y)
+            return
         problem.per_chunk(
             kernels.out_kernel,
             tile,
@@ -400,7 +408,7 @@ def forward(
     doc_start int64 [B, T] or None, contiguous. Shapes and types are the caller's business.
     """
     problem = Problem(inputs, doc_start, norm_eps, A_floor)
-    prepared = Prepared(problem)
+    prepared = Prepared(problem, with_rows=not hopper_mamba3.runs(problem, plan.local, plan.out))
     y = torch.empty_like(inputs.x)
     segments = problem.segments(plan.cuts)
     side = _SideStreams(problem.device, len(segments) > 1)
@@ -431,9 +439,14 @@ def backward(
     back = Backward(prepared, plan, grads)
     side = _SideStreams(problem.device, plan.overlap_backward)
     prepared.gates()
-    prepared.local(plan.local, back.whole)
+    in_one = hopper_mamba3.runs(problem, plan.local, plan.local_backward, given=(back.grad_y,))
+    if in_one:
+        hopper_mamba3.local(prepared, back.whole, back)
+    else:
+        prepared.local(plan.local, back.whole)
     states = side.run(0, partial(prepared.scan, plan.scan, back.whole))
-    back.local(plan.local_backward)
+    if not in_one:
+        back.local(plan.local_backward)
     grad_states = side.run(1, partial(back.scan, plan.scan_backward))
     side.wait(states)
     side.wait(grad_states)

@@ -136,7 +136,8 @@ def fallback_plan(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: i
     if family == "gated_delta_rule" and dtype != torch.float32 and hopper.available(device):
         plan = _with_specialized_kernels(plan, k_dim, v_dim, shared_memory)
     if family == "mamba3" and dtype != torch.float32 and hopper.available(device):
-        plan = dataclasses.replace(plan, local=dataclasses.replace(plan.local, specialized=True))
+        tiles = {name: dataclasses.replace(getattr(plan, name), specialized=True) for name in mamba3_rule.SPECIALIZED}
+        plan = dataclasses.replace(plan, **tiles)
         if (k_dim, v_dim) in {size[:2] for size in hopper_mamba3.SIZES}:
             plan = dataclasses.replace(plan, gradient_heads=hopper_mamba3.GRADIENT_HEADS)
     return plan

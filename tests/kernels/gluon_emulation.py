@@ -22,7 +22,8 @@ import stateflow_kernels
 
 # Those with kernels for Hopper; what imports from another comes after it.
 MODULES = (
-    *("hopper_transition", "hopper_gradients", "hopper_outputs", "hopper_mamba3_local"),
+    *("hopper_transition", "hopper_gradients", "hopper_outputs"),
+    *("hopper_mamba3_tiles", "hopper_mamba3_local", "hopper_mamba3_out"),
     *("hopper_mamba3_groups", "hopper_mamba3_gradients"),
 )
 SECONDS = 10  # no barrier takes longer: then it is a deadlock
@@ -265,6 +266,7 @@ def _inline(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) 
 
 class _Kernel:
     program: int
+    programs: int
 
     def __init__(self, function):
         self.function = function
@@ -276,6 +278,7 @@ class _Kernel:
         def launch(*args, num_warps: int, maxnreg: int | None = None, **constants) -> None:
             _group.products = []
             args = [Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in args]
+            _Kernel.programs = grid[0]
             for _Kernel.program in range(grid[0]):
                 self.function(*args, **constants)
 
@@ -295,12 +298,13 @@ def _language() -> dict[str, types.ModuleType]:
     language = types.ModuleType("language")
     vars(language).update(
         constexpr=lambda x: x,
-        **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64")},
+        **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")},
         **{name: lambda *_, **__: None for name in ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout")},
-        SwizzledSharedLayout=lambda **_: None,
+        SwizzledSharedLayout=lambda *_, **__: None,
         NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
         allocate_shared_memory=_allocate,
         program_id=lambda _: Registers(_Kernel.program),
+        num_programs=lambda _: Registers(_Kernel.programs),
         thread_barrier=lambda: None,
         static_range=range,
         arange=lambda start, end, layout: Registers(torch.arange(start, end)),
@@ -308,7 +312,7 @@ def _language() -> dict[str, types.ModuleType]:
         expand_dims=lambda x, axis: Registers(x.data.unsqueeze(axis)),
         convert_layout=lambda x, layout: x,
         exp=lambda x: Registers(x.data.exp()),
-        where=lambda condition, x, y: Registers(torch.where(condition.data, plain(x), plain(y))),
+        where=lambda condition, x, y: Registers(torch.where(torch.as_tensor(plain(condition)), plain(x), plain(y))),
         sum=lambda x, axis: Registers(x.data.sum(axis)),
         minimum=lambda x, y: Registers(torch.minimum(*map(torch.as_tensor, (plain(x), plain(y))))),
         maximum=lambda x, y: Registers(torch.maximum(*map(torch.as_tensor, (plain(x), plain(y))))),

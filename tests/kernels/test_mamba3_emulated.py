@@ -11,13 +11,14 @@ from stateflow_kernels import hopper_mamba3
 from stateflow_kernels.mamba3_rule import default_plan
 from stateflow_kernels.primitives import INTERPRETED
 from tests.kernels.gluon_emulation import hopper_on_the_cpu
-from tests.kernels.test_mamba3_kernels import TRITON, check, make_inputs, run, run_in_pieces, use_plans, without_sums
+from tests.kernels.test_mamba3_kernels import TRITON, check, make_inputs, run_in_pieces, use_plans, without_sums
 from tests.recurrence.op_testing import assert_close, assert_same_bits, documents
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the other kernels must run on the CPU, too")
 
 DEFAULT = default_plan(128, 64, torch.bfloat16)
-PLAN = dataclasses.replace(DEFAULT, local=dataclasses.replace(DEFAULT.local, specialized=True))
+TILES = {name: dataclasses.replace(getattr(DEFAULT, name), specialized=True) for name in rule.SPECIALIZED}
+PLAN = dataclasses.replace(DEFAULT, **TILES)
 SIZES = (128, 64, 32)
 
 
@@ -31,7 +32,7 @@ def plan(monkeypatch):
 def launches(monkeypatch) -> list[str]:
     """Names of what was launched in this form."""
     found: list[str] = []
-    for name in ("local",):
+    for name in ("local", "out"):
         launch = getattr(hopper_mamba3, name)
         monkeypatch.setattr(hopper_mamba3, name, lambda *args, f=launch: found.append(f.__name__) or f(*args))
     return found
@@ -44,7 +45,7 @@ def test_outputs_and_all_gradients_equal_the_recurrence(with_docs, monkeypatch, 
     docs = documents(1, 150, rate=0.03) if with_docs else None
     with hopper_on_the_cpu(monkeypatch):
         results = check(inputs, docs)
-        assert launches
+        assert launches == ["local", "out", "local"]
         assert_same_bits(without_sums(run_in_pieces(inputs, docs, [64], **TRITON)), without_sums(results))
 
 

@@ -10,9 +10,11 @@ and key_gradients, with so many heads a program, and of the whole with it; a pla
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,6 +98,13 @@ class Launches:
         whole = prepared.whole
         prepared.gates()
         self.gates, self.finish = prepared.gates, back.finish
+        # The forward's, where that keeps no rows of q and k.
+        without_rows = copy.copy(prepared)
+        without_rows.k_rows = without_rows.q_rows = None
+        self.local_without_rows = partial(without_rows.local, plan.local, whole)
+        # The backward's, where that takes both in one.
+        self.both_local = partial(hopper_mamba3.local, prepared, whole, back)
+        self.keeps_rows = not hopper_mamba3.runs(problem, plan.local, plan.out)
         self.by_name: dict[str, Callable[[Tile], None]] = {
             "local": lambda tile: prepared.local(tile, whole),
             "scan": lambda tile: prepared.scan(tile, whole),
@@ -123,6 +132,9 @@ def _time_kernels(
     times = {"gates": measure(launches.gates)}
     for name in KERNELS:
         times[name] = measure(lambda name=name: launches.by_name[name](getattr(plan, name)))
+        if name == "local" and not launches.keeps_rows:
+            times["local without rows"] = measure(launches.local_without_rows)
+            times["local with local_backward"] = measure(launches.both_local)
     times["finish"] = measure(launches.finish)
     for heads in gradient_heads if launches.merges_gradients else ():
         launches.back.set_gradient_heads(heads)
@@ -143,8 +155,8 @@ def time_all(shape: Shape, gradient_heads: list[int], say=print) -> None:
         f"{heads} heads a program: ": dataclasses.replace(plan, gradient_heads=heads) for heads in gradient_heads
     }
 
-    def measure(call: Callable[[], object]) -> float:
-        return time_call(call, runs=11, warm_up=2, ahead_ms=0.4).median
+    def measure(call: Callable[[], object], ahead_ms: float = 0.4) -> float:
+        return time_call(call, runs=11, warm_up=2, ahead_ms=ahead_ms).median
 
     for name, changed in plans.items():
         trial = self_check.run(problem_of(shape, device), changed).trials[0]
@@ -155,8 +167,9 @@ def time_all(shape: Shape, gradient_heads: list[int], say=print) -> None:
     say("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()) + " ms")
     call = Call(shape, shape.tokens, device)
     for name, changed in plans.items():
-        forward = measure(lambda plan=changed: call.forward(plan))
-        backward = measure(lambda plan=changed: call.backward(plan, ()))
+        # So long do their launches take on a slow host.
+        forward = measure(partial(call.forward, changed), ahead_ms=3.0)
+        backward = measure(partial(call.backward, changed, ()), ahead_ms=3.0)
         say(f"  {name}forward {forward:.3f} ms, backward {backward:.3f} ms, both {forward + backward:.3f} ms")
 
 
