@@ -20,7 +20,7 @@ CHUNK = 64
 # What a program's heads share is loaded once; fewer programs are less even.
 HEADS = 8
 # Those of the one kernel for all gradients, at most.
-GRADIENT_HEADS = 16
+GRADIENT_HEADS = 20
 # Of a thread of Local: two programs then fit at once. And of those warps of Out that make q and k, beside which the
 # others keep enough.
 REGISTERS, ROW_REGISTERS = 128, 120

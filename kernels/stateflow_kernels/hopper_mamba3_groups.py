@@ -112,13 +112,13 @@ def _start_bias(tile, rows, ones):
 
 
 @gluon.jit
-def _store_bias(bias_ptr, turned, rest, narrow: gl.constexpr):
-    """In the columns' true places."""
+def _store_bias(bias_ptr, turned, rest):
+    """Sums over tokens, in the columns' true places."""
     C: gl.constexpr = turned.shape[0]
-    columns = gl.arange(0, C, layout=gl.SliceLayout(1, narrow))
+    columns = gl.arange(0, C, layout=turned.type.layout)
     true = gl.where(columns < C // 2, 2 * columns, 2 * columns - (C - 1))
-    gl.store(bias_ptr + true, _row_sums(turned))
-    gl.store(bias_ptr + C + columns, _row_sums(rest))
+    gl.store(bias_ptr + true, turned)
+    gl.store(bias_ptr + C + columns, rest)
 
 
 @gluon.jit
@@ -223,7 +223,7 @@ def queries(
         sum_turned += grad
         bias, bias_rest = warpgroup_mma_wait(0, deps=(bias, bias_rest))
         chunk = (head + i).to(gl.int64) * num_chunks + n
-        _store_bias(bias_ptr + chunk * (2 * C), bias, bias_rest, narrow)
+        _store_bias(bias_ptr + chunk * (2 * C), _row_sums(bias), _row_sums(bias_rest))
     _store_sum(rows_ptr, sum_turned, sum_rest.load(square), dtype, square)
 
 
@@ -244,9 +244,6 @@ def keys(
     rest_tile = high_tile._reinterpret(dtype, [C, C], x.type.layout)
     turned_tile = low_tile._reinterpret(dtype, [C, C], x.type.layout)
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
-    narrow: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ones.shape[1], 16]
-    )
     of_row: gl.constexpr = gl.SliceLayout(1, square)
     ts = gl.arange(0, C, layout=of_row)
     t = gl.expand_dims(ts, 1)
@@ -310,8 +307,7 @@ def keys(
         mbarrier.arrive(empty.index(NUMBERS + place))
         sum_turned += grad
         bias, bias_rest = warpgroup_mma_wait(0, deps=(bias, bias_rest))
-        chunk = (head + i).to(gl.int64) * num_chunks + n
-        _store_bias(bias_ptr + chunk * (2 * C), bias, bias_rest, narrow)
+        bias_sums, bias_rest_sums = _row_sums(bias), _row_sums(bias_rest)
         mbarrier.wait(made.index(THETA), phase)
         grad_theta += theta.load(half)
         release(taken.index(THETA))
@@ -331,6 +327,9 @@ def keys(
         turn = warpgroup_mma_wait(0, deps=(turn,))
         left, right = _halves(turn)
         grad_turn = left + right
+        # Stores to global memory only here: the fences above would wait for them.
+        chunk = (head + i).to(gl.int64) * num_chunks + n
+        _store_bias(bias_ptr + chunk * (2 * C), bias_sums, bias_rest_sums)
         gl.store(grad_turn_ptr + chunk * C + half_ts, gl.sum(grad_turn * speed, axis=1))
         gl.store(
             turn_total_ptr + chunk * R + (angles + 0 * half_t), grad_turn * from_before, mask=half_t + 0 * angles == 0

@@ -72,7 +72,7 @@ def _gradients_case(has_docs: bool) -> AotCase:
     from .hopper_mamba3_gradients import gradients_kernel
 
     tile = f"tensordesc<bf16[{CHUNK},{CHUNK}],{hopper.layout(CHUNK, CHUNK, torch.bfloat16)!r}>"
-    values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, GROUP=10, HAS_DOCS=has_docs)
+    values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, GROUP=hopper_mamba3.GRADIENT_HEADS, HAS_DOCS=has_docs)
     pointers = {n: "*bf16" if n in _LOW else "*fp32" for n in gradients_kernel.arg_names if n.endswith("_ptr")}
     pointers |= dict(doc_start_ptr="*i64")
     if not has_docs:

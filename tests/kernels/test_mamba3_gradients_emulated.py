@@ -76,9 +76,11 @@ def test_it_leaves_what_the_two_kernels_do(dtype, monkeypatch):
         plans = (PLAN, dataclasses.replace(PLAN, gradient_heads=0))
         left, expected = (_left_behind(inputs, docs, grads, plan) for plan in plans)
     precision = 2**-8 if dtype == torch.bfloat16 else 2**-11
+    exact = {"grad_turn", "turn_total", "grad_both"}
+    # Of pairs in bfloat16.
+    bounds = dict.fromkeys(exact, 1e-4) | dict.fromkeys(("grad_gate", "grad_scale", "grad_own"), 2**-8)
     for name in expected:
-        rounded = name in ("x", "z") or name.endswith(("rows", "bias"))
-        assert_close([left[name]], [expected[name]], precision if rounded else 1e-4)
+        assert_close([left[name]], [expected[name]], bounds.get(name, precision))
 
 
 def test_a_reader_that_a_place_does_not_count_is_found(monkeypatch):

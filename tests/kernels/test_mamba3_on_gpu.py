@@ -96,7 +96,7 @@ def launches(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize("with_docs", [False, True])
-@pytest.mark.parametrize("heads", [1, 3, 16])
+@pytest.mark.parametrize("heads", [1, 3, 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_all_gradients_from_one_kernel(dtype, heads, with_docs, monkeypatch, launches):
     use_default_with(monkeypatch, gradient_heads=heads)
