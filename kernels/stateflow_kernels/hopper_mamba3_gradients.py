@@ -310,6 +310,9 @@ def gradients_kernel(
     ones = gl.allocate_shared_memory(dtype, [C, 16], narrow)
     fill: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     ones.store(gl.full([C, 16], 1.0, dtype, fill))
+    # A product's operands are of one type.
+    log_ones = gl.allocate_shared_memory(gl.bfloat16, [C, 16], narrow)
+    log_ones.store(gl.full([C, 16], 1.0, gl.bfloat16, fill))
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, R], gl.float32)
     theta = gl.allocate_shared_memory(gl.float32, [C, R], wide)
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
@@ -355,6 +358,7 @@ def gradients_kernel(
                     log_tile,
                     query_rest,
                     ones,
+                    log_ones,
                     query_sums,
                     barriers,
                     query_rows_ptr + group_rows * N,

@@ -133,8 +133,8 @@ def _store_sum(rows_ptr, turned, rest, dtype: gl.constexpr, layout: gl.constexpr
 
 @gluon.jit
 def queries(
-    tiles, turns, numbers, made_tiles, theta, rows, log_tile, sum_rest, ones, sums, barriers, rows_ptr, bias_ptr,
-    doc_start_ptr, head, n, num_tokens, num_chunks, steps, HAS_DOCS: gl.constexpr,
+    tiles, turns, numbers, made_tiles, theta, rows, log_tile, sum_rest, ones, log_ones, sums, barriers, rows_ptr,
+    bias_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """The scores, their gradients, and what C and its parameters get."""
     x, grad_read, _, _, state, state_rest, _, _, k, k_rest, q, q_rest = tiles
@@ -199,8 +199,8 @@ def queries(
         grad = warpgroup_mma(grad_read, state, grad, use_acc=False, is_async=True)
         grad_rest = warpgroup_mma(grad_read, state_rest, grad_rest, use_acc=False, is_async=True)
         # Both sums of one tile: where a gate is large, they must cancel.
-        log_row = warpgroup_mma(log_tile, ones, log_row, use_acc=False, is_async=True)
-        log_column = warpgroup_mma(log_tile.permute((1, 0)), ones, log_column, use_acc=False, is_async=True)
+        log_row = warpgroup_mma(log_tile, log_ones, log_row, use_acc=False, is_async=True)
+        log_column = warpgroup_mma(log_tile.permute((1, 0)), log_ones, log_column, use_acc=False, is_async=True)
         grad, grad_rest, log_row, log_column = warpgroup_mma_wait(0, deps=(grad, grad_rest, log_row, log_column))
         grad = warpgroup_mma(pairs_tile, k, grad * from_start, is_async=True)
         grad_rest = warpgroup_mma(pairs_tile, k_rest, grad_rest * from_start, is_async=True)

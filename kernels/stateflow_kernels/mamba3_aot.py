@@ -65,23 +65,23 @@ def _specialized_cases() -> list[AotCase]:
         name = f"{kernel.__name__.removesuffix('_kernel')}, specialised" + ("" if is_forward else ", with all outputs")
         options = (8, 1, hopper_mamba3.REGISTERS if kernel is local_kernel else None, (90,))
         cases.append(AotCase(name, kernel, kinds, values, *options))
-    return cases + [_gradients_case(has_docs) for has_docs in (False, True)]
+    return cases + [_gradients_case(*options) for options in ((False, "bf16"), (True, "bf16"), (True, "fp16"))]
 
 
-def _gradients_case(has_docs: bool) -> AotCase:
+def _gradients_case(has_docs: bool, kind: str) -> AotCase:
     from .hopper_mamba3_gradients import gradients_kernel
 
-    tile = f"tensordesc<bf16[{CHUNK},{CHUNK}],{hopper.layout(CHUNK, CHUNK, torch.bfloat16)!r}>"
+    tile = f"tensordesc<{kind}[{CHUNK},{CHUNK}],{hopper.layout(CHUNK, CHUNK, torch.bfloat16)!r}>"
     values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, GROUP=hopper_mamba3.GRADIENT_HEADS, HAS_DOCS=has_docs)
-    pointers = {n: "*bf16" if n in _LOW else "*fp32" for n in gradients_kernel.arg_names if n.endswith("_ptr")}
+    pointers = {n: f"*{kind}" if n in _LOW else "*fp32" for n in gradients_kernel.arg_names if n.endswith("_ptr")}
     pointers |= dict(doc_start_ptr="*i64")
     if not has_docs:
         del pointers["doc_start_ptr"]
         values |= dict(doc_start_ptr=None)
     others = [n for n in gradients_kernel.arg_names if n not in values | pointers]
     others = {n: tile if n.endswith("_desc") else "i32" for n in others}
-    others |= dict(turns_desc=tile.replace("bf16", "fp16"))
-    name = "gradients, specialised" + (" with documents" if has_docs else "")
+    others |= dict(turns_desc=tile.replace(kind, "fp16"))
+    name = f"gradients, specialised, {kind}" + (" with documents" if has_docs else "")
     return AotCase(name, gradients_kernel, pointers | others, values, 4, 1, archs=(90,))
 
 

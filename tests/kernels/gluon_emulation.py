@@ -189,6 +189,7 @@ def _operand(x) -> Tensor:
 
 
 def _multiply(a, b, acc, use_acc=True, is_async=False) -> Registers:
+    assert a.data.dtype == b.data.dtype, "a product's operands are of one type"
     operands = _operand(a).clone(), _operand(b).clone()
     result = Registers(operands[0] @ operands[1] + (acc.data if use_acc else 0.0))
     assert is_async
