@@ -6,7 +6,9 @@ Compiles every case of the named modules of this package (without names: of all 
 `TARGETS` and prints one line of JSON a case: `module`, `case`, `arch`, `triton`, `num_warps`, `num_stages`,
 `registers` of a thread, `spill_bytes` (the stack frame of a thread; nothing but spilled registers lives there),
 `shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten` and `undefined` (faults of
-compilers, see the functions), and `failed` with the compiler's words instead of the last six where it does not compile.
+compilers, see the functions), `serialized` (whether each product is waited for before the next one, as the assembler
+has it throughout a kernel where registers are too few somewhere), and `failed` with the compiler's words instead of the
+last seven where it does not compile.
 Exit status 1 if any case failed.
 """
 
@@ -115,17 +117,24 @@ def overwritten(ttgir: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def serialized(sass: str) -> bool:
+    """Whether there are nearly as many waits for products of warpgroups as products."""
+    return 2 * sass.count("WARPGROUP.DEPBAR") > sass.count("HGMMA") > 0
+
+
 def report(case: AotCase, arch: int) -> dict[str, object]:
     """What a compiled case takes."""
     compiled = compile_case(case, arch)
     registers, spill_bytes = resources(compiled.asm["cubin"])
+    sass = _dump(compiled.asm["cubin"], "--dump-sass")
     return {
         "registers": registers,
         "spill_bytes": spill_bytes,
         "shared_bytes": compiled.metadata.shared,
         "wgmma": "wgmma" in compiled.asm["ptx"],
         "overwritten": overwritten(compiled.asm["ttgir"]),
-        "undefined": undefined(_dump(compiled.asm["cubin"], "--dump-sass")),
+        "undefined": undefined(sass),
+        "serialized": serialized(sass),
     }
 
 

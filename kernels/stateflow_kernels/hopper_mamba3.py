@@ -19,6 +19,8 @@ SIZES = ((128, 64, 32),)  # N, P, R
 CHUNK = 64
 # What a program's heads share is loaded once; fewer programs are less even.
 HEADS = 8
+# Those of the one kernel for all gradients, at most.
+GRADIENT_HEADS = 20
 # Of a thread of Local: two programs then fit at once. And of those warps of Out that make q and k, beside which the
 # others keep enough.
 REGISTERS, ROW_REGISTERS = 128, 120
@@ -116,4 +118,40 @@ def out(prepared: Prepared, chunks: range, y: Tensor) -> None:
         *(prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.theta),
         *(problem.num_tokens, problem.num_chunks, chunks.start, num_units),
         ROW_REGISTERS=ROW_REGISTERS,
+    )
+
+
+def merges_gradients(problem: Problem, heads_a_program: int, grad_y: Tensor) -> bool:
+    """Whether Queries and Keys of this problem are launched as one kernel."""
+    inputs = problem.inputs
+    return (
+        heads_a_program > 0
+        and problem.batch == 1
+        and problem.dtype != torch.float32
+        and (problem.n_dim, problem.p_dim, problem.num_angles) in SIZES
+        and all(x.data_ptr() % 16 == 0 for x in (inputs.x, inputs.z, grad_y))
+        and hopper.available(problem.device)
+    )
+
+
+def gradients(back: Backward) -> None:
+    """Queries and Keys, of all heads."""
+    from . import hopper_mamba3_gradients
+
+    problem, prepared, inputs, grads = back.problem, back.prepared, back.problem.inputs, back.grads
+    values = problem.num_heads * problem.p_dim
+    hopper_mamba3_gradients.gradients_kernel[(problem.num_chunks * back.num_groups,)](
+        *(_tiles(x, values) for x in (inputs.x, back.grad_read, inputs.z, back.grad_y)),
+        *(_tiles(x, problem.n_dim) for x in (prepared.states, back.grad_states, prepared.k_rows, prepared.q_rows)),
+        _tiles(prepared.cos_sin_rows, 2 * problem.num_angles),
+        *(_tiles(x, values) for x in (grads.z, grads.x)),
+        *(problem.doc_start, prepared.speed, inputs.D),
+        *(prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.decay, prepared.k_bound),
+        *(back.owed_k, back.grad_v_bound, back.grad_v_last),
+        *(back.query_rows, back.key_rows, back.speed_rows, back.query_bias, back.key_bias),
+        *(back.grad_gate, back.grad_turn, back.turn_total, back.grad_scale, back.grad_own, back.grad_both),
+        *(problem.num_tokens, problem.num_chunks, 0),
+        **{name: problem.constants[name] for name in ("H", "N", "P", "R", "C", "HAS_DOCS")},
+        GROUP=back.gradient_heads,
+        num_warps=4,
     )

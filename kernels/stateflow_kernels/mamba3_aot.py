@@ -26,7 +26,7 @@ def _case(name: str, kernel, tile: Tile) -> AotCase:
     values = dict(BATCH=1, H=_H, N=_N, P=_P, R=_R, C=CHUNK, BN=_N, BP=_P, BR=_R, BX=_N - 2 * _R, BV=tile.block_v)
     values |= dict(BT=SHARED_TOKENS, NB=_P // default_plan(_N, _P, torch.bfloat16).scan_backward.block_v)
     values |= dict(HAS_DOCS=True, DTYPE=tl.bfloat16, PRECISION="tf32", STAGES=tile.num_stages)
-    values |= dict(cos_sin_rows_ptr=None)
+    values |= dict(cos_sin_rows_ptr=None, GROUPS=_H)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
     pointers = {n: "*bf16" if n in _LOW else "*fp32" for n in names if n.endswith("_ptr") and n not in values}
@@ -62,7 +62,24 @@ def _specialized_cases() -> list[AotCase]:
         name = f"{kernel.__name__.removesuffix('_kernel')}, specialised" + ("" if absent else ", with all outputs")
         options = (8, 1, hopper_mamba3.REGISTERS if kernel is local_kernel else None, (90,))
         cases.append(AotCase(name, kernel, kinds, values, *options))
-    return cases
+    return cases + [_gradients_case(*options) for options in ((False, "bf16"), (True, "bf16"), (True, "fp16"))]
+
+
+def _gradients_case(has_docs: bool, kind: str) -> AotCase:
+    from .hopper_mamba3_gradients import gradients_kernel
+
+    tile = f"tensordesc<{kind}[{CHUNK},{CHUNK}],{hopper.layout(CHUNK, CHUNK, torch.bfloat16)!r}>"
+    values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, GROUP=hopper_mamba3.GRADIENT_HEADS, HAS_DOCS=has_docs)
+    pointers = {n: f"*{kind}" if n in _LOW else "*fp32" for n in gradients_kernel.arg_names if n.endswith("_ptr")}
+    pointers |= dict(doc_start_ptr="*i64")
+    if not has_docs:
+        del pointers["doc_start_ptr"]
+        values |= dict(doc_start_ptr=None)
+    others = [n for n in gradients_kernel.arg_names if n not in values | pointers]
+    others = {n: tile if n.endswith("_desc") else "i32" for n in others}
+    others |= dict(turns_desc=tile.replace(kind, "fp16"))
+    name = f"gradients, specialised, {kind}" + (" with documents" if has_docs else "")
+    return AotCase(name, gradients_kernel, pointers | others, values, 4, 1, archs=(90,))
 
 
 def aot_cases() -> list[AotCase]:

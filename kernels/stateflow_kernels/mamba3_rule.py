@@ -42,7 +42,8 @@ class Mamba3Plan:
     """A tile for each kernel, and what runs beside what.
 
     `block_v` of a tile is columns of P at a time, which are rows of S. `cuts`: shares of the chunks at which a forward
-    is cut into segments; `overlap_backward`: the backward's first scan runs beside another kernel.
+    is cut into segments; `overlap_backward`: the backward's first scan runs beside another kernel. `gradient_heads`:
+    Queries and Keys are one kernel, see `hopper_mamba3_gradients`, with up to so many heads a program, where that runs.
     """
 
     local: Tile = Tile(64, 4, 2)
@@ -54,6 +55,7 @@ class Mamba3Plan:
     key_gradients: Tile = Tile(64, 4, 2)
     cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
+    gradient_heads: int = 0
 
 
 def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Mamba3Plan:
@@ -258,17 +260,14 @@ class Backward:
         self.grad_y, self.grad_theta, self.grad_state, self.grad_k_last, self.grad_v_last = grads
         self.whole, self.grads = prepared.whole, Inputs(*map(torch.empty_like, problem.inputs))
         self.set_blocks(plan.scan_backward)
+        merges = hopper_mamba3.merges_gradients(problem, plan.gradient_heads, self.grad_y)
+        self.set_gradient_heads(plan.gradient_heads if merges else 0)
         # dY, before the gate z.
         self.grad_read = torch.empty_like(problem.inputs.x)
         self.grad_states, self.grad_v_bound = problem.states(), problem.by_chunk(problem.p_dim)
         self.owed_k = problem.by_chunk(problem.n_dim)
-        self.query_rows, self.key_rows = problem.rows(problem.n_dim), problem.rows(problem.n_dim)
-        self.speed_rows = problem.rows(problem.num_angles)
         self.query_bias, self.key_bias = problem.by_chunk(problem.n_dim), problem.by_chunk(problem.n_dim)
-        # What Queries leaves for Keys.
-        self.query_theta = problem.by_chunk(CHUNK, problem.num_angles)
-        self.query_gate, self.read_by = problem.tokens(), problem.tokens()
-        self.both, self.grad_both = problem.tokens(), problem.tokens()
+        self.grad_both = problem.tokens()
         self.grad_gate, self.grad_turn = problem.tokens(), problem.tokens()
         self.grad_scale, self.grad_own = problem.tokens(), problem.tokens()
         self.grad_dt_bias = problem.by_chunk()
@@ -281,6 +280,26 @@ class Backward:
         self.num_blocks = self.problem.num_blocks(tile)
         self.grad_k_bound = self.problem.by_chunk(self.num_blocks, self.problem.n_dim)
         self.grad_before = self.problem.by_chunk(self.num_blocks)
+
+    def set_gradient_heads(self, heads: int) -> None:
+        """How many heads a program of the one kernel for all gradients has at most; 0: there are two kernels.
+
+        It sums their rows. All programs have as many, or nearly.
+        """
+        problem = self.problem
+        self.num_groups = triton.cdiv(problem.num_heads, heads) if heads else problem.num_heads
+        self.gradient_heads = triton.cdiv(problem.num_heads, self.num_groups) if heads else 0
+        rows = (problem.batch, self.num_groups, problem.num_chunks, CHUNK)
+        widths = (problem.n_dim, problem.n_dim, problem.num_angles)
+        self.query_rows, self.key_rows, self.speed_rows = (
+            problem.empty(*rows, width, dtype=problem.dtype) for width in widths
+        )
+        if heads and self.prepared.cos_sin_rows is None:
+            self.prepared.cos_sin_rows = problem.by_chunk(CHUNK, 2 * problem.num_angles, dtype=torch.float16)
+        if not heads:
+            # What Queries leaves for Keys.
+            self.query_theta = problem.by_chunk(CHUNK, problem.num_angles)
+            self.query_gate, self.read_by, self.both = problem.tokens(), problem.tokens(), problem.tokens()
 
     def local(self, tile: Tile) -> None:
         prepared, inputs = self.prepared, self.problem.inputs
@@ -337,6 +356,10 @@ class Backward:
             *(self.grad_gate, self.grad_turn, self.turn_total, self.grad_scale, self.grad_own),
         )
 
+    def gradients(self) -> None:
+        """Queries and Keys in one, with as many heads a program as `set_gradient_heads` was told."""
+        hopper_mamba3.gradients(self)
+
     def finish(self) -> Inputs:
         """Carry, Gates back, Shared back, and the sums over tokens."""
         problem, prepared, grads, inputs = self.problem, self.prepared, self.grads, self.problem.inputs
@@ -363,6 +386,7 @@ class Backward:
             *(self.key_rows, self.query_rows, self.speed_rows),
             *(grads.B, grads.C, grads.angle, *self.grad_norms),
             programs=problem.batch * (CHUNK // SHARED_TOKENS),
+            GROUPS=self.num_groups,
         )
         B_norm, C_norm = self.grad_norms.sum((1, 2))
         sums = dict(
@@ -426,6 +450,9 @@ def backward(
     grad_states = side.run(1, partial(back.scan, plan.scan_backward))
     side.wait(states)
     side.wait(grad_states)
-    back.query_gradients(plan.query_gradients)
-    back.key_gradients(plan.key_gradients)
+    if back.gradient_heads:
+        back.gradients()
+    else:
+        back.query_gradients(plan.query_gradients)
+        back.key_gradients(plan.key_gradients)
     return back.finish()

@@ -20,6 +20,12 @@ from torch import Tensor
 
 import stateflow_kernels
 
+# Those with kernels for Hopper; what imports from another comes after it.
+MODULES = (
+    *("hopper_transition", "hopper_gradients", "hopper_outputs"),
+    *("hopper_mamba3_tiles", "hopper_mamba3_rows", "hopper_mamba3_local", "hopper_mamba3_out", "hopper_mamba3_both"),
+    *("hopper_mamba3_groups", "hopper_mamba3_gradients"),
+)
 SECONDS = 10  # no barrier takes longer: then it is a deadlock
 
 
@@ -101,6 +107,10 @@ class Shared:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
+    @property
+    def type(self):
+        return types.SimpleNamespace(layout=None)
+
     def index(self, i) -> "Shared":
         i = int(plain(i))
         return Shared(self.data[i], self.barriers and self.barriers[i])
@@ -112,7 +122,7 @@ class Shared:
         return Shared(self.data.permute(order))
 
     def _reinterpret(self, dtype, shape, layout) -> "Shared":
-        return Shared(self.data.view(shape))
+        return Shared(self.data.view(dtype).view(shape))
 
     def load(self, layout) -> Registers:
         return Registers(self.data.clone())
@@ -179,6 +189,7 @@ def _operand(x) -> Tensor:
 
 
 def _multiply(a, b, acc, use_acc=True, is_async=False) -> Registers:
+    assert a.data.dtype == b.data.dtype, "a product's operands are of one type"
     operands = _operand(a).clone(), _operand(b).clone()
     result = Registers(operands[0] @ operands[1] + (acc.data if use_acc else 0.0))
     assert is_async
@@ -247,9 +258,11 @@ def _scan(x, axis: int, combine):
     return results if isinstance(x, tuple) else results[0]
 
 
+_INSTRUCTIONS = {"sin": torch.sin, "cos": torch.cos, "ex2": torch.exp2, "rcp": torch.reciprocal}
+
+
 def _inline(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) -> Registers:
-    functions = dict(sin=torch.sin, cos=torch.cos, ex2=torch.exp2, rcp=torch.reciprocal)
-    return Registers(functions[code.split(".")[0]](args[0].data))
+    return Registers(_INSTRUCTIONS[code.split(".")[0]](args[0].data))
 
 
 class _Kernel:
@@ -308,6 +321,7 @@ def _language() -> dict[str, types.ModuleType]:
         broadcast=lambda x, y: tuple(map(Registers, torch.broadcast_tensors(x.data, y.data))),
         join=lambda x, y: Registers(torch.stack([x.data, y.data], -1)),
         permute=lambda x, order: Registers(x.data.permute(order)),
+        split=lambda x: tuple(map(Registers, x.data.unbind(-1))),
         reshape=lambda x, shape: Registers(x.data.reshape(shape)),
         associative_scan=_scan,
         inline_asm_elementwise=_inline,
@@ -365,10 +379,7 @@ def hopper_on_the_cpu(monkeypatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(hopper, "available", lambda device: True)
         patch.setattr(hopper, "_tiles", Descriptor)
-        names = ("hopper_transition", "hopper_gradients", "hopper_outputs")
-        for part in ("tiles", "rows", "local", "out", "both"):
-            names += (f"hopper_mamba3_{part}",)
-        for name in names:
+        for name in MODULES:
             module = emulated(name)
             patch.setitem(sys.modules, module.__name__, module)
             patch.setattr(stateflow_kernels, name, module, raising=False)

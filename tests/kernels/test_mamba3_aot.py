@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import triton
 
+from stateflow_kernels.aot import serialized
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
 
@@ -43,7 +45,7 @@ def test_products_use_tensor_cores(reports):
 
 
 def test_the_walks_and_what_is_short_do_not_spill(reports):
-    heavy = ("local", "out", "query_gradients", "key_gradients")
+    heavy = ("local", "out", "query_gradients", "key_gradients", "gradients")
     assert not [r for r in reports if r["spill_bytes"] and not r["case"].startswith(heavy)]
 
 
@@ -53,3 +55,15 @@ def test_all_fit_into_shared_memory(reports):
 
 def test_no_loop_overwrites_what_its_products_read(reports):
     assert not [r for r in reports if r["overwritten"]]
+
+
+def test_products_of_specialised_kernels_do_not_wait_for_each_other(reports):
+    assert not [r["case"] for r in reports if "specialised" in r["case"] and r["serialized"]]
+
+
+def test_products_that_wait_for_each_other_are_found():
+    product = "HGMMA.64x64x16.F32.BF16 R56, gdesc[UR8], R56, gsb0 ;\n"
+    wait = "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+    assert serialized(4 * (product + wait))
+    assert not serialized(4 * product + wait)
+    assert not serialized("FADD R1, R2, R3 ;\n")
