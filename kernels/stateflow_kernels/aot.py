@@ -5,8 +5,9 @@
 Compiles every case of the named modules of this package (without names: of all that have an `aot_cases`) for each of
 `TARGETS` and prints one line of JSON a case: `module`, `case`, `arch`, `triton`, `num_warps`, `num_stages`,
 `registers` of a thread, `spill_bytes` (the stack frame of a thread; nothing but spilled registers lives there),
-`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten` and `undefined` (faults of
-compilers, see the functions), and `failed` with the compiler's words instead of the last six where it does not compile.
+`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten`, `undefined` and `touched`
+(faults of compilers, see the functions), and `failed` with the compiler's words instead of the last seven where it does
+not compile.
 Exit status 1 if any case failed.
 """
 
@@ -27,7 +28,7 @@ from triton.compiler import ASTSource
 
 import stateflow_kernels
 
-from .assembler import bundled, undefined
+from .assembler import bundled, touched, undefined
 
 TARGETS = (80, 90)
 
@@ -119,13 +120,15 @@ def report(case: AotCase, arch: int) -> dict[str, object]:
     """What a compiled case takes."""
     compiled = compile_case(case, arch)
     registers, spill_bytes = resources(compiled.asm["cubin"])
+    sass = _dump(compiled.asm["cubin"], "--dump-sass")
     return {
         "registers": registers,
         "spill_bytes": spill_bytes,
         "shared_bytes": compiled.metadata.shared,
         "wgmma": "wgmma" in compiled.asm["ptx"],
         "overwritten": overwritten(compiled.asm["ttgir"]),
-        "undefined": undefined(_dump(compiled.asm["cubin"], "--dump-sass")),
+        "undefined": undefined(sass),
+        "touched": touched(sass),
     }
 
 

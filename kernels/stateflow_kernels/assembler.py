@@ -95,3 +95,41 @@ def undefined(sass: str) -> list[str]:
             width = 4 if ".128" in operation else 2 if ".64" in operation or ".WIDE" in operation else 1
             written.update(range(target, target + width))
     return found
+
+
+_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\d+\.(F16|F32)")
+
+
+def _named(operation: str, operands: str) -> set[int]:
+    """The registers of a thread that an instruction names; those of an address are one or two."""
+    parts = re.findall(r"M88\.(\d)|\.(64|128)\b", operation)
+    width = max([1, *(int(matrices) if matrices else int(bits) // 32 for matrices, bits in parts)])
+    found = set()
+    for place in re.finditer(r"\[[^]]*\]|(?<!\w)R(\d+)", operands):
+        if place[1] is None:
+            found.update(map(int, re.findall(r"(?<!\w)R(\d+)", place[0])))
+        else:
+            found.update(range(int(place[1]), int(place[1]) + width))
+    return found
+
+
+def touched(sass: str) -> list[str]:
+    """Instructions that read or write what a product under way accumulates into, before the wait that covers it.
+
+    A product belongs to the group that the next HGMMA with a `gsb0` ends; DEPBAR waits until no more than so many are
+    under way. `sass` and the order as for `undefined`. Returns "address operation register", one an instruction.
+    """
+    groups: list[set[int]] = [set()]  # the last one has not ended
+    found = []
+    for address, operation, operands in _INSTRUCTION.findall(sass):
+        if product := _PRODUCT.match(operation):
+            first = int(re.match(r"R(\d+)", operands)[1])
+            groups[-1].update(range(first, first + int(product[1]) // (2 if product[2] == "F32" else 4)))
+            if "gsb0" in operands:
+                groups.append(set())
+        elif operation.startswith("WARPGROUP.DEPBAR"):
+            under_way = int(operands.split(",")[1], 16)
+            groups = groups[max(0, len(groups) - 1 - under_way) :]
+        elif meant := _named(operation, operands) & set().union(*groups):
+            found.append(f"{address} {operation} R{min(meant)}")
+    return found

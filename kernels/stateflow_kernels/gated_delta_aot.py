@@ -1,7 +1,7 @@
 """The gated delta rule's kernels as cases for `aot`, in bfloat16 for heads of 128 x 128.
 
 ST and STB at two tiles and the depth of the default plan, the others as the default plan has them. The gradients for
-heads of 32 x 40, too.
+heads of 32 x 40, too, and those in one kernel for heads of 64 x 128 in float16, whose bits did not repeat on a GPU.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ def _specialized_case(name: str, kernel, block_v: int, num_stages: int, k_dim: i
     return AotCase(name, kernel, signature, values, 4, num_stages, archs=(90,), maxnreg=limit)
 
 
-def _merged_gradients_case(k_dim: int, v_dim: int) -> AotCase:
+def _merged_gradients_case(k_dim: int, v_dim: int, kind: str = "bf16") -> AotCase:
     from .hopper_gradients import gradients_kernel
 
     values = dict(H=20, K=k_dim, V=v_dim, C=CHUNK, GROUP=8, NORMALIZE=True)
@@ -92,14 +92,15 @@ def _merged_gradients_case(k_dim: int, v_dim: int) -> AotCase:
     for argument in (n for n in gradients_kernel.arg_names if n not in values):
         if argument.endswith("_desc"):
             rows, columns = hopper.gradient_tiles(k_dim, v_dim)[argument.removesuffix("_desc")]
-            dtype = torch.float32 if argument == "factors_desc" else torch.bfloat16
-            kind = "fp32" if argument == "factors_desc" else "bf16"
-            signature[argument] = f"tensordesc<{kind}[{rows},{columns}],{hopper.layout(rows, columns, dtype)!r}>"
+            is_factors = argument == "factors_desc"
+            layout = hopper.layout(rows, columns, torch.float32 if is_factors else torch.bfloat16)
+            signature[argument] = f"tensordesc<{'fp32' if is_factors else kind}[{rows},{columns}],{layout!r}>"
         elif argument == "grad_v_ptr":
-            signature[argument] = "*bf16"
+            signature[argument] = f"*{kind}"
         else:
             signature[argument] = "*fp32" if argument.endswith("_ptr") else "fp32" if argument == "scale" else "i32"
-    return AotCase("gradients_kernel, specialised", gradients_kernel, signature, values, 4, 1, archs=(90,))
+    name = f"gradients_kernel, specialised, {k_dim} x {v_dim} {kind}"
+    return AotCase(name, gradients_kernel, signature, values, 4, 1, archs=(90,))
 
 
 def _specialized_cases() -> list[AotCase]:
@@ -114,7 +115,7 @@ def _specialized_cases() -> list[AotCase]:
         _specialized_case(f"{kernel.__name__}, specialised, BV {block_v}", kernel, block_v, stages, 128, 128)
         for kernel, stages in kernels.items()
         for block_v in (16, 32)
-    ] + [_merged_gradients_case(128, 128)]
+    ] + [_merged_gradients_case(128, 128), _merged_gradients_case(64, 128, "fp16")]
 
 
 def aot_cases() -> list[AotCase]:

@@ -10,7 +10,7 @@ import pytest
 
 from stateflow_kernels import hopper
 from stateflow_kernels.aot import overwritten
-from stateflow_kernels.assembler import undefined
+from stateflow_kernels.assembler import touched, undefined
 
 pytestmark = pytest.mark.slow
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
@@ -68,6 +68,39 @@ def test_a_register_that_nothing_wrote_is_found():
     start = "        /*0010*/                   UMOV UR24, 0x400 ;"
     assert undefined(start + lines) == ["1d00 UIADD3 UR6", "1e40 HGMMA.64x64x16.F32.BF16 UR32"]
     assert undefined(start + start.replace("UR24", "UR6") + lines) == ["1e40 HGMMA.64x64x16.F32.BF16 UR32"]
+
+
+def test_no_accumulator_is_touched_under_its_products(reports):
+    assert not [(r["case"], r["touched"]) for r in reports if r["touched"]]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "found"),
+    [
+        ("FMUL R3, R60, R3", ["R60"]),
+        ("LDS.64 R54, [R10+0x40]", []),
+        ("LDS.64 R55, [R10+0x40]", ["R56"]),
+        ("LDS.64 R54, [R87+0x40]", ["R87"]),
+        ("STSM.16.M88.4 [R10+0x20000], R53", ["R56"]),
+        ("FMUL R24, R24, R88", []),  # of the group that has been waited for
+    ],
+)
+def test_an_accumulator_that_is_touched_under_its_products_is_found(instruction, found):
+    """Two groups are under way, one has been waited for; at the end all have been."""
+    lines = """
+        /*2220*/                   HGMMA.64x64x16.F32 R24, gdesc[UR12], RZ, !UPT ;
+        /*2260*/                   HGMMA.64x64x16.F32 R24, gdesc[UR52], R24, gsb0 ;
+        /*2280*/                   HGMMA.64x64x16.F32 R56, gdesc[UR44].tnspB, R56 ;
+        /*22d0*/                   HGMMA.64x64x16.F32 R56, gdesc[UR24].tnspB, R56, gsb0 ;
+        /*23a0*/                   HGMMA.64x64x16.F32 R56, gdesc[UR44].tnspA.tnspB, R56, gsb0 ;
+        /*2780*/                   WARPGROUP.DEPBAR.LE gsb0, 0x2 ;
+        /*2790*/                   INSTRUCTION ;
+        /*33a0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*33b0*/                   FMUL R56, R56, R57 ;"""
+    operation = instruction.split()[0]
+    expected = [f"2790 {operation} {register}" for register in found]
+    assert touched(lines.replace("INSTRUCTION", instruction)) == expected
+    assert touched(lines.replace("INSTRUCTION", "NOP").replace("DEPBAR.LE gsb0, 0x0", "ARRIVE")) == ["33b0 FMUL R56"]
 
 
 def test_a_single_buffer_under_products_in_flight_is_found():
