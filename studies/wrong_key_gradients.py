@@ -5,8 +5,8 @@
 Launches the kernel of `hopper_gradients` again and again on the same inputs. Each chunk whose gradient of k differs is
 compared with what comes out when products are missing or count twice, or when one operand is another chunk's, as if it
 had not arrived or had been overwritten: the nearest guesses with how far off they are (0: exactly that, 1: no
-explanation), for all rows and for those of each warp. All of `VARIANTS`, changes of the kernel's text, or those named
-after the dtype: does it go wrong as often with them?
+explanation), for all rows and for those of each warp. All of `VARIANTS`, changes of the kernel's text, and `ASSEMBLED`,
+changes of its assembly, or those named after the dtype: does it go wrong as often with them?
 """
 
 import importlib.util
@@ -19,7 +19,9 @@ import pytest
 import torch
 from tests.kernels.test_gated_delta_kernels import run
 from tests.kernels.test_gated_delta_on_gpu import TRITON, make, use_default_with
+from triton.backends.nvidia.compiler import CUDABackend
 
+import patched_assembly
 import stateflow_kernels
 from stateflow_kernels import hopper, hopper_gradients
 
@@ -58,13 +60,32 @@ VARIANTS = {
     "other registers": {"[168, 104, 24, 24]": "[160, 104, 24, 24]"},
 }
 
-
+ASSEMBLED = {
+    "pauses for uniform registers": patched_assembly.wait_for_uniform,
+    "scoreboards for loads": patched_assembly.wait_for_loads,
+    "pauses for groups of products": patched_assembly.wait_for_groups,
+    "pauses everywhere": patched_assembly.wait_always,
+}
 LAUNCH = hopper.gradients
+SOURCE, PROGRAM = Path(hopper_gradients.__file__), "    pid = gl.program_id(0)\n"
+MAKE_CUBIN = CUDABackend.make_cubin
 
 
 def use_variant(name: str) -> None:
-    text = Path(hopper_gradients.__file__).read_text()
-    for old, new in VARIANTS[name].items():
+    # With the name in the kernel's text: compiled anew for each.
+    text = SOURCE.read_text()
+    assert text.count(PROGRAM) == 1
+    text = text.replace(PROGRAM, f"    # {name}\n{PROGRAM}")
+
+    def make_cubin(self, *args, **options):
+        cubin = MAKE_CUBIN(self, *args, **options)
+        if name in ASSEMBLED and b"gradients_kernel" in cubin:
+            cubin, changed = patched_assembly.patched(cubin, ASSEMBLED[name])
+            print(f"{len(changed)} instructions changed", flush=True)
+        return cubin
+
+    CUDABackend.make_cubin = make_cubin
+    for old, new in VARIANTS.get(name, {}).items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     path = Path(tempfile.mkdtemp()) / "hopper_gradients.py"
@@ -212,7 +233,7 @@ def main(repeats: int, k_dim: int, v_dim: int, dtype: torch.dtype) -> None:
 
 if __name__ == "__main__":
     repeats, k_dim, v_dim, dtype, *variants = sys.argv[1:]
-    for variant in variants or list(VARIANTS):
+    for variant in variants or [*VARIANTS, *ASSEMBLED]:
         print(f"-- {variant}", flush=True)
         use_variant(variant)
         main(int(repeats), int(k_dim), int(v_dim), getattr(torch, dtype))
