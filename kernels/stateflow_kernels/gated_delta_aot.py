@@ -53,7 +53,7 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
         SOLVE=True,
         SCORES=True,
     )
-    values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_PRECISION="tf32", STAGES=tile.num_stages)
+    values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_DTYPE=tl.float16, STAGES=tile.num_stages)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
     pointers = {n: _POINTERS.get(n, "*bf16") for n in names if n.endswith("_ptr")}

@@ -277,7 +277,7 @@ class _Prepared:
             **problem.options,
             SOLVE=not self.solved,
             SCORES=scores is not None,
-            SOLVE_PRECISION=problem.key_sizes["PRECISION"],
+            SOLVE_DTYPE=tl.float32 if problem.dtype == torch.float32 else tl.float16,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             maxnreg=limit,
