@@ -265,6 +265,10 @@ class _Prepared:
         scores: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`scores`: receive P."""
+        if hopper.prepares(problem, scores, q, k, self.solve):
+            made = (self.solve, scores, self.gate_sum, self.k_norm, self.factors)
+            hopper.prepare(problem, chunks, q, k, g, beta, *made, self.solved)
+            return
         # Else two programs share a multiprocessor, and their chains of small products leave it idle.
         limit = 128 if problem.dtype != torch.float32 and problem.k_dim <= 128 and tile.num_warps == 4 else None
         kernels.pre_kernel[(len(chunks) * problem.heads,)](
