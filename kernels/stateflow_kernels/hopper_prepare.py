@@ -36,12 +36,6 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, or
 
 
 @gluon.jit
-def _square(columns: gl.constexpr):
-    """The layout of a tile [C, columns] that a product has as its result."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
-@gluon.jit
 def _add(left, right):
     return left + right
 
@@ -54,6 +48,11 @@ def _add_within(left, left_starts, right, right_starts):
 @gluon.jit
 def _exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _log2(x):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -85,17 +84,33 @@ def _small_product(left, right_transposed, acc):
 
 
 @gluon.jit
+def _small_zeros():
+    return gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, SMALL)
+
+
+@gluon.jit
+def _between(system, WIDTH: gl.constexpr):
+    """What of the system lies between the diagonal blocks of WIDTH that are neighbours.
+
+    By a factor where the compiler does not know it: a choice it would make after the rounding, number by number.
+    """
+    row, column = _small_indices()
+    different = row ^ column
+    if WIDTH == 8:
+        return gl.where((different // 8 == 1) & (row // 8 == 1), system, 0.0)
+    chosen = gl.where((different // WIDTH == 1) & (row // WIDTH % 2 == 1), 1.0, 0.0)
+    return gl.where(different // 8 == 0, system * chosen, 0.0)
+
+
+@gluon.jit
 def _join(system, inverse, transpose, WIDTH: gl.constexpr):
     """The inverses of the diagonal blocks of 2 WIDTH from those of WIDTH, and their transposes.
 
-    [[X, 0], [-Y A' X, Y]] inverts [[X^-1, 0], [A', Y^-1]]: substitution by blocks, so nothing cancels.
+    [[X, 0], [Y A' X, Y]] inverts [[X^-1, 0], [-A', Y^-1]]: substitution by blocks, so nothing cancels.
     """
-    row, column = _small_indices()
-    between = (row // (2 * WIDTH) == column // (2 * WIDTH)) & (row // WIDTH > column // WIDTH)
-    between = gl.where(between, system, 0.0).to(gl.float16)
-    rounded, rounded_transpose = inverse.to(gl.float16), transpose.to(gl.float16)
-    step = _small_product(rounded_transpose, between, gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, SMALL))
-    step = (-step).to(gl.float16)  # (- A' X)^T
+    rounded = inverse.to(gl.float16)
+    step = _small_product(transpose.to(gl.float16), _between(system, WIDTH).to(gl.float16), _small_zeros())
+    step = step.to(gl.float16)  # (A' X)^T
     return _small_product(rounded, step, inverse), _small_product(step, rounded, transpose)
 
 
@@ -128,29 +143,35 @@ def _product(left, right, acc):
 
 
 @gluon.jit
-def _solve(system, tiles):
-    """(I + A)^-1 [C, C] of the part of `system` below its diagonal."""
-    transposed_tile, block_tile, step_tile, half_tile, wide_step_tile = tiles
+def _scaled(x, scale):
+    """x times a number a row, in x's layout."""
+    return x * gl.convert_layout(scale, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def _solve(system, scale, tiles):
+    """(I - A)^-1 [C, C] of the part below the diagonal of A, the system with its rows scaled.
+
+    Where only some blocks of A count, the scale of the others is 0.
+    """
+    block_tile, half_tile, step_tile = tiles
     C: gl.constexpr = system.shape[0]
+    HALF: gl.constexpr = 2 * BLOCK
+    shape: gl.constexpr = [BLOCKS, BLOCK, BLOCK]
+    warp = gl.arange(0, C, layout=scale.type.layout) // BLOCK
     left, right = _halves(system)
     first, second = _halves(left)
     third, fourth = _halves(right)
-    shape: gl.constexpr = [BLOCKS, BLOCK, BLOCK]
-    warp = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, SMALL)))[:, None, None]
-    lower = gl.where(
-        warp == 1, gl.convert_layout(second.reshape(shape), SMALL), gl.convert_layout(first.reshape(shape), SMALL)
-    )
-    upper = gl.where(
-        warp == 3, gl.convert_layout(fourth.reshape(shape), SMALL), gl.convert_layout(third.reshape(shape), SMALL)
-    )
-    small = gl.where(warp < 2, lower, upper)
-    transposed_tile.store(small.to(gl.float16))
+
+    # The diagonal blocks, from those of two columns and rows on.
+    small = _scaled(first, gl.where(warp == 0, scale, 0.0)) + _scaled(second, gl.where(warp == 1, scale, 0.0))
+    small += _scaled(third, gl.where(warp == 2, scale, 0.0)) + _scaled(fourth, gl.where(warp == 3, scale, 0.0))
+    small = gl.convert_layout(small.reshape(shape), SMALL)
     row, column = _small_indices()
-    ones = gl.where(row == column, 1.0, 0.0)
-    pair = row // 2 == column // 2
-    inverse = ones - gl.where(pair & (row > column), small, 0.0)
-    small_transposed = transposed_tile.permute((0, 2, 1)).load(SMALL).to(gl.float32)
-    transpose = ones - gl.where(pair & (row < column), small_transposed, 0.0)
+    ones = gl.where(row == column, 1.0, 0.0) + _small_zeros()
+    inverse = ones + _between(small, 1)
+    ones = ones.to(gl.float16)
+    transpose = _small_product(ones, inverse.to(gl.float16), _small_zeros())
     inverse, transpose = _join(small, inverse, transpose, 2)
     inverse, transpose = _join(small, inverse, transpose, 4)
     inverse, _ = _join(small, inverse, transpose, 8)
@@ -159,35 +180,30 @@ def _solve(system, tiles):
     rounded = inverse.to(gl.float16)
     block_tile.store(rounded.reshape([C, BLOCK]))
     fence_async_shared()
-    first_warp = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, first.reshape(shape).type.layout)))
-    first_warp = first_warp[:, None, None]
-    first = gl.where(first_warp == 1, first.reshape(shape), 0.0).reshape([C, BLOCK])
-    third = gl.where(first_warp == 3, third.reshape(shape), 0.0).reshape([C, BLOCK])
     step = gl.zeros([C, BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]))
-    step = warpgroup_mma(_left_operand(first, BLOCK), block_tile.slice(0, BLOCK), step, is_async=True)
-    step = _product(_left_operand(third, BLOCK), block_tile.slice(2 * BLOCK, BLOCK), step)
-    step_tile.store((-step).to(gl.float16).reshape(shape))
-    joined = mma_v2(gl.convert_layout(rounded, LEFT), step_tile.load(RIGHT), gl.zeros(shape, gl.float32, SMALL))
-    odd = warp % 2 == 1
-    half = _beside(
-        gl.where(odd, joined, inverse).reshape([C, BLOCK]), gl.where(odd, inverse, 0.0).reshape([C, BLOCK])
-    )
+    first = _left_operand(_scaled(first, gl.where(warp == 1, scale, 0.0)), BLOCK)
+    third = _left_operand(_scaled(third, gl.where(warp == 3, scale, 0.0)), BLOCK)
+    step = warpgroup_mma(first, block_tile.slice(0, BLOCK), step, is_async=True)
+    step = _product(third, block_tile.slice(HALF, BLOCK), step)
+    step = gl.convert_layout(step.to(gl.float16).reshape(shape), SMALL)
+    step = _small_product(ones, step, _small_zeros()).to(gl.float16)
+    small_warp = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, SMALL)))[:, None, None]
+    odd = gl.where(small_warp % 2 == 1, 1.0, 0.0)
+    joined = _small_product(rounded, step, inverse * (1.0 - odd))
+    half = _beside(joined.reshape([C, BLOCK]), (inverse * odd).reshape([C, BLOCK]))
 
     # The whole.
-    HALF: gl.constexpr = 2 * BLOCK
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     half = gl.convert_layout(half, wide)
-    below = gl.arange(0, C, layout=gl.SliceLayout(1, wide))[:, None] >= HALF
-    rounded = half.to(gl.float16)
-    half_tile.store(rounded)
+    half_tile.store(half.to(gl.float16))
     fence_async_shared()
-    zeros = gl.zeros([C, HALF], gl.float32, wide)
-    left = gl.where(below, gl.convert_layout(left, wide), 0.0)
-    step = _product(_left_operand(left, HALF), half_tile.slice(0, HALF), zeros)
-    wide_step_tile.store((-step).to(gl.float16))
+    below = _scaled(half, gl.where(warp >= 2, 1.0, 0.0))
+    left = _left_operand(_scaled(left, gl.where(warp >= 2, scale, 0.0)), HALF)
+    step = _product(left, half_tile.slice(0, HALF), gl.zeros([C, HALF], gl.float32, wide))
+    step_tile.store(step.to(gl.float16))
     fence_async_shared()
-    joined = _product(_left_operand(rounded, HALF), wide_step_tile.slice(HALF, HALF), zeros)
-    return _beside(gl.where(below, joined, half), gl.where(below, half, 0.0))
+    joined = _product(_left_operand(below, HALF), step_tile.slice(HALF, HALF), half - below)
+    return _beside(joined, below)
 
 
 @gluon.jit
@@ -292,7 +308,7 @@ def pre_kernel(
         q_square_numbers.store(_square_norms(q_tile))
         k_square, q_square = k_square_numbers.load(TOKEN) + eps, q_square_numbers.load(TOKEN) + eps
         k_norm, q_norm = gl.rsqrt(k_square), gl.rsqrt(q_square)
-        key_log = log + 0.5 * gl.log2(k_square)
+        key_log = log + 0.5 * _log2(k_square)
     else:
         k_norm, q_norm, key_log = gl.zeros_like(log) + 1.0, gl.zeros_like(log) + 1.0, log
     key_log_numbers.store(key_log)
@@ -304,7 +320,7 @@ def pre_kernel(
     gl.store(factors + 7 * C, q_norm)
     q_numbers, system_numbers = _numbers(C), _numbers(C)
     q_numbers.store(scale * q_norm)
-    system_numbers.store(beta * k_norm)
+    system_numbers.store(-beta * k_norm)
 
     # D and the keys' norms. Masked before the exponential: what is masked may be above 0.
     t = gl.arange(0, C, layout=row)[:, None]
@@ -327,17 +343,14 @@ def pre_kernel(
     tma.async_copy_shared_to_global(scores_desc, [chunk * C, 0], scores_tile)
     if SOLVE:
         solve_tile = gl.allocate_shared_memory(dtype, [C, C], solve_desc.layout)
-        transposed: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=4, max_phase=2, order=[2, 1, 0])
         narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BLOCK], gl.float16)
         wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 2 * BLOCK], gl.float16)
         tiles = (
-            gl.allocate_shared_memory(gl.float16, [BLOCKS, BLOCK, BLOCK], transposed),
             gl.allocate_shared_memory(gl.float16, [C, BLOCK], narrow),
-            gl.allocate_shared_memory(gl.float16, [BLOCKS, BLOCK, BLOCK], transposed),
             gl.allocate_shared_memory(gl.float16, [C, 2 * BLOCK], wide),
             gl.allocate_shared_memory(gl.float16, [C, 2 * BLOCK], wide),
         )
-        solve = _solve(products * (pairs * system_numbers.load(row)[:, None]), tiles)
+        solve = _solve(products * pairs, system_numbers.load(row), tiles)
         solve_tile.store(solve.to(dtype))
         fence_async_shared()
         gl.thread_barrier()

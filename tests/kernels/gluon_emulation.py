@@ -76,7 +76,7 @@ def _operator(function, swapped: bool):
     return apply
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "rshift", "lt", "le", "gt", "ge", "eq"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "rshift", "lt", "le", "gt", "ge", "eq"):
     _function = getattr(operator, _name)
     setattr(Registers, f"__{_name.strip('_')}__", _operator(_function, swapped=False))
     if _name in ("add", "sub", "mul", "floordiv", "mod", "and_"):
@@ -262,8 +262,8 @@ def _scan(xs, axis: int, combine):
 
 
 def _assembly(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) -> Registers:
-    assert code == "ex2.approx.ftz.f32 $0, $1;"
-    return Registers(args[0].data.exp2())
+    functions = {"ex2.approx.ftz.f32 $0, $1;": torch.exp2, "lg2.approx.ftz.f32 $0, $1;": torch.log2}
+    return Registers(functions[code](args[0].data))
 
 
 class _Kernel:
@@ -320,7 +320,6 @@ def _language() -> dict[str, types.ModuleType]:
         minimum=lambda x, y: Registers(torch.minimum(*map(torch.as_tensor, (plain(x), plain(y))))),
         maximum=lambda x, y: Registers(torch.maximum(*map(torch.as_tensor, (plain(x), plain(y))))),
         rsqrt=lambda x: Registers(x.data.rsqrt()),
-        log2=lambda x: Registers(x.data.log2()),
         zeros_like=lambda x: Registers(torch.zeros_like(x.data)),
         join=lambda x, y: Registers(torch.stack([x.data, y.data], -1)),
         associative_scan=_scan,
