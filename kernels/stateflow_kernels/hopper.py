@@ -26,6 +26,7 @@ CHUNK = 64
 K_DIMS = MERGED_DIMS = (128,)
 # Of a thread, at launch: ST and STB then fit a multiprocessor together. Those that compute get what the others leave.
 WALK_REGISTERS = 128
+PREPARE_REGISTERS = 128  # four programs a multiprocessor
 
 
 def available(device: torch.device) -> bool:
@@ -171,7 +172,7 @@ def prepare(
         NORMALIZE=problem.options["NORMALIZE"],
         SOLVE=not solved,
         num_warps=4,
-        maxnreg=128,
+        maxnreg=PREPARE_REGISTERS,
     )
 
 

@@ -87,7 +87,7 @@ def test_prepares_what_triton_does(normalize, with_docs, monkeypatch):
             again, other_scores = _Prepared(problem, prepared.solve), problem.tiles(64)
             again.run(*args[:-1], other_scores)
         assert_same_bits([other_scores, again.factors, again.gate_sum], [scores, *made[1][2:4]])
-    for triton, hoppers, bound in zip(*made, [3e-3, 6e-3, 1e-5, 1e-6, 1e-6], strict=True):
+    for triton, hoppers, bound in zip(*made, [1e-3, 1e-3, 1e-5, 1e-6, 1e-6], strict=True):
         assert_close([hoppers], [triton], bound)
 
 
