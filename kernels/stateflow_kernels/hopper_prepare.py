@@ -257,13 +257,15 @@ def pre_kernel(
     mbarrier.expect(ready, k_desc.block_type.nbytes + q_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [n * C, key_column], ready, k_tile)
     tma.async_copy_global_to_shared(q_desc, [n * C, key_column], ready, q_tile)
+    gl.thread_barrier()  # else the compiler has the second copy wait for the gates
 
     # The gates, while the tiles come.
     ts = gl.arange(0, C, layout=TOKEN)
     in_chunk = ts < num_tokens - n * C
     token = (n.to(gl.int64) * C + ts) * H + head
-    g = gl.maximum(gl.load(g_ptr + token, mask=in_chunk, other=0.0).to(gl.float32), -100.0)
+    g = gl.load(g_ptr + token, mask=in_chunk, other=0.0)
     beta = gl.load(beta_ptr + token, mask=in_chunk, other=0.0).to(gl.float32)
+    g = gl.maximum(g.to(gl.float32), -100.0)
     if HAS_DOCS:
         position = gl.minimum(n * C + ts, num_tokens - 1)
         start = gl.maximum(gl.load(doc_start_ptr + position) - n.to(gl.int64) * C, -1).to(gl.int32)
