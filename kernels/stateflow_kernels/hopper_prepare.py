@@ -183,7 +183,7 @@ def _solve(system, scale, tiles):
     step = gl.zeros([C, BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]))
     first = _left_operand(_scaled(first, gl.where(warp == 1, scale, 0.0)), BLOCK)
     third = _left_operand(_scaled(third, gl.where(warp == 3, scale, 0.0)), BLOCK)
-    step = warpgroup_mma(first, block_tile.slice(0, BLOCK), step, is_async=True)
+    step = _product(first, block_tile.slice(0, BLOCK), step)
     step = _product(third, block_tile.slice(HALF, BLOCK), step)
     step = gl.convert_layout(step.to(gl.float16).reshape(shape), SMALL)
     step = _small_product(ones, step, _small_zeros()).to(gl.float16)
