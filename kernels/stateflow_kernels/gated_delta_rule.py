@@ -40,7 +40,8 @@ class Tile:
     """How a kernel is launched: columns of V at a time, warps a program, depth of the load pipeline.
 
     `specialized`: ST and STB in the form of `hopper_transition`, where that runs; its bits are the same. For
-    `transition_out`: whether ST and Out of the forward are one kernel at all, that of `hopper_outputs`.
+    `transition_out`: whether ST and Out of the forward are one kernel at all, that of `hopper_outputs`. For `pre`:
+    where P is asked for, that of `hopper_prepare`, whose bits are others.
     """
 
     block_v: int = 64
@@ -265,7 +266,7 @@ class _Prepared:
         scores: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`scores`: receive P."""
-        if hopper.prepares(problem, scores, q, k, self.solve):
+        if hopper.prepares(problem, tile, scores, q, k, self.solve):
             made = (self.solve, scores, self.gate_sum, self.k_norm, self.factors)
             hopper.prepare(problem, chunks, q, k, g, beta, *made, self.solved)
             return

@@ -140,10 +140,11 @@ def gradient_tiles(k_dim: int, v_dim: int) -> dict[str, tuple[int, int]]:
     return keys | values | states | {"factors": (16, CHUNK)}  # a power of two; the last rows are the next chunk's
 
 
-def prepares(problem: _Problem, scores: Tensor | None, *given: Tensor) -> bool:
+def prepares(problem: _Problem, tile: Tile, scores: Tensor | None, *given: Tensor) -> bool:
     """Whether Pre of this problem is that of `hopper_prepare`. It always makes P."""
     return (
-        scores is not None
+        tile.specialized
+        and scores is not None
         and problem.batch == 1
         and problem.dtype != torch.float32
         and problem.k_dim in K_DIMS

@@ -17,6 +17,7 @@ from tests.recurrence.op_testing import assert_close, assert_same_bits, document
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the other kernels must run on the CPU, too")
 
 TRITON = dict(backend="triton", use_qk_l2norm_in_kernel=True)
+PREPARE = Tile(64, 4, 2, specialized=True)
 PLAN = dataclasses.replace(default_plan(64, 64, torch.bfloat16), gradient_chunks=2)
 
 
@@ -48,7 +49,7 @@ def test_walks_do_what_tritons_do(inputs, monkeypatch):
     use_plans(monkeypatch, lambda *_, **__: plan)
     expected = run(inputs, None, **TRITON)
     walks = {"transition": 2, "transition_backward": 3, "transition_out": 2}
-    tiles = {name: Tile(32, 4, stages, specialized=True) for name, stages in walks.items()}
+    tiles = {name: Tile(32, 4, stages, specialized=True) for name, stages in walks.items()} | dict(pre=PREPARE)
     use_plans(monkeypatch, lambda *_, **__: dataclasses.replace(plan, **tiles))
     launches = []
     for name in (*walks, "prepare"):
@@ -77,7 +78,7 @@ def test_prepares_what_triton_does(normalize, with_docs, monkeypatch):
     for scores in (problem.tiles(64), problem.tiles(64)):
         prepared = _Prepared(problem)
         made.append([scores, prepared.solve, prepared.factors, prepared.gate_sum, prepared.k_norm])
-        args = (problem, PLAN.pre, range(problem.num_chunks), q.detach(), k, g.detach(), beta.detach(), scores)
+        args = (problem, PREPARE, range(problem.num_chunks), q.detach(), k, g.detach(), beta.detach(), scores)
         if len(made) == 1:
             prepared.run(*args)
             continue
