@@ -5,6 +5,7 @@ heads of 32 x 40, too, and those in one kernel for heads of 64 x 128 in float16,
 """
 
 import dataclasses
+import itertools
 
 import torch
 import triton
@@ -53,7 +54,7 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
         SOLVE=True,
         SCORES=True,
     )
-    values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_PRECISION="tf32", STAGES=tile.num_stages)
+    values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_DTYPE=tl.float16, STAGES=tile.num_stages)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
     pointers = {n: _POINTERS.get(n, "*bf16") for n in names if n.endswith("_ptr")}
@@ -103,6 +104,24 @@ def _merged_gradients_case(k_dim: int, v_dim: int, kind: str = "bf16") -> AotCas
     return AotCase(name, gradients_kernel, signature, values, 4, 1, archs=(90,))
 
 
+def _prepare_case(k_dim: int, has_docs: bool, solve: bool) -> AotCase:
+    from .hopper_prepare import pre_kernel
+
+    values = dict(H=20, HK=20, K=k_dim, C=CHUNK, HAS_DOCS=has_docs, NORMALIZE=True, SOLVE=solve)
+    signature = {}
+    for argument in (n for n in pre_kernel.arg_names if n not in values):
+        if argument.endswith("_desc"):
+            columns = k_dim if argument in ("q_desc", "k_desc") else CHUNK
+            layout = hopper.layout(CHUNK, columns, torch.bfloat16)
+            signature[argument] = f"tensordesc<bf16[{CHUNK},{columns}],{layout!r}>"
+        else:
+            signature[argument] = _NUMBERS.get(argument) or (
+                _POINTERS[argument] if argument.endswith("_ptr") else "i32"
+            )
+    name = f"pre_kernel, specialised{', documents' * has_docs}{', with the solve' * solve}"
+    return AotCase(name, pre_kernel, signature, values, 4, 1, archs=(90,), maxnreg=hopper.PREPARE_REGISTERS)
+
+
 def _specialized_cases() -> list[AotCase]:
     """Of ST and STB for Hopper, where Triton is one that they are written for."""
     if not hopper.known_triton():
@@ -115,7 +134,11 @@ def _specialized_cases() -> list[AotCase]:
         _specialized_case(f"{kernel.__name__}, specialised, BV {block_v}", kernel, block_v, stages, 128, 128)
         for kernel, stages in kernels.items()
         for block_v in (16, 32)
-    ] + [_merged_gradients_case(128, 128), _merged_gradients_case(64, 128, "fp16")]
+    ] + [
+        _merged_gradients_case(128, 128),
+        _merged_gradients_case(64, 128, "fp16"),
+        *(_prepare_case(128, *pair) for pair in itertools.product((False, True), repeat=2)),
+    ]
 
 
 def aot_cases() -> list[AotCase]:

@@ -45,6 +45,15 @@ class Registers:
     def __index__(self) -> int:
         return int(self.data)
 
+    def reshape(self, shape) -> "Registers":
+        return Registers(self.data.reshape(shape))
+
+    def permute(self, order) -> "Registers":
+        return Registers(self.data.permute(order))
+
+    def split(self) -> tuple["Registers", "Registers"]:
+        return tuple(Registers(x) for x in self.data.unbind(-1))
+
     def __neg__(self) -> "Registers":
         return Registers(-self.data)
 
@@ -67,7 +76,7 @@ def _operator(function, swapped: bool):
     return apply
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "rshift", "lt", "le", "gt", "ge", "eq"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "rshift", "lt", "le", "gt", "ge", "eq"):
     _function = getattr(operator, _name)
     setattr(Registers, f"__{_name.strip('_')}__", _operator(_function, swapped=False))
     if _name in ("add", "sub", "mul", "floordiv", "mod", "and_"):
@@ -110,6 +119,9 @@ class Shared:
 
     def _reinterpret(self, dtype, shape, layout) -> "Shared":
         return Shared(self.data.view(shape))
+
+    def _keep_alive(self) -> None:
+        pass
 
     def load(self, layout) -> Registers:
         return Registers(self.data.clone())
@@ -183,6 +195,10 @@ def _multiply(a, b, acc, use_acc=True, is_async=False) -> Registers:
     return result
 
 
+def _multiply_in_registers(a, b, acc) -> Registers:
+    return Registers(_operand(a) @ _operand(b) + acc.data)
+
+
 def _wait_for_products(num_outstanding: int, deps):
     while len(_group.products) > num_outstanding:
         a, b, operands = _group.products.pop(0)
@@ -226,8 +242,28 @@ def _store(pointer: Pointer, value: Registers, mask=None) -> None:
     pointer.flat[offset[mask]] = data[mask]
 
 
-def _load(pointer: Pointer) -> Registers:
-    return Registers(pointer.flat[pointer.offset])
+def _load(pointer: Pointer, mask=None, other=None) -> Registers:
+    if mask is None:
+        return Registers(pointer.flat[pointer.offset])
+    inside = pointer.flat[torch.where(mask.data, pointer.offset, 0)]
+    return Registers(torch.where(mask.data, inside, other))
+
+
+def _scan(xs, axis: int, combine):
+    """From the first to the last; on a GPU in another order."""
+    parts = xs if isinstance(xs, tuple) else (xs,)
+    sums = [tuple(x[..., 0] for x in parts)]
+    assert axis == parts[0].data.ndim - 1
+    for i in range(1, parts[0].shape[axis]):
+        total = combine(*sums[-1], *(x[..., i] for x in parts))
+        sums.append(total if isinstance(total, tuple) else (total,))
+    scanned = tuple(Registers(torch.stack([x.data for x in column], axis)) for column in zip(*sums, strict=True))
+    return scanned if isinstance(xs, tuple) else scanned[0]
+
+
+def _assembly(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) -> Registers:
+    functions = {"ex2.approx.ftz.f32 $0, $1;": torch.exp2, "lg2.approx.ftz.f32 $0, $1;": torch.log2}
+    return Registers(functions[code](args[0].data))
 
 
 class _Kernel:
@@ -243,7 +279,9 @@ class _Kernel:
         def launch(*args, num_warps: int, maxnreg: int | None = None, **constants) -> None:
             args = [Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in args]
             for _Kernel.program in range(grid[0]):
+                _group.products = []
                 self.function(*args, **constants)
+                assert not _group.products, "products that nobody waits for"
 
         return launch
 
@@ -261,8 +299,10 @@ def _language() -> dict[str, types.ModuleType]:
     language = types.ModuleType("language")
     vars(language).update(
         constexpr=lambda x: x,
-        **{name: getattr(torch, name) for name in ("float32", "bfloat16", "int64")},
-        **{name: lambda *_, **__: None for name in ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout")},
+        **{name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "int32", "int64")},
+        **dict.fromkeys(
+            ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *_, **__: None
+        ),
         SwizzledSharedLayout=lambda **_: None,
         NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
         allocate_shared_memory=_allocate,
@@ -276,7 +316,14 @@ def _language() -> dict[str, types.ModuleType]:
         exp=lambda x: Registers(x.data.exp()),
         where=lambda condition, x, y: Registers(torch.where(condition.data, plain(x), plain(y))),
         sum=lambda x, axis: Registers(x.data.sum(axis)),
-        minimum=lambda x, y: Registers(min(int(plain(x)), int(plain(y)))),
+        max=lambda x, axis: Registers(x.data.amax(axis)),
+        minimum=lambda x, y: Registers(torch.minimum(*map(torch.as_tensor, (plain(x), plain(y))))),
+        maximum=lambda x, y: Registers(torch.maximum(*map(torch.as_tensor, (plain(x), plain(y))))),
+        rsqrt=lambda x: Registers(x.data.rsqrt()),
+        zeros_like=lambda x: Registers(torch.zeros_like(x.data)),
+        join=lambda x, y: Registers(torch.stack([x.data, y.data], -1)),
+        associative_scan=_scan,
+        inline_asm_elementwise=_assembly,
         load=_load,
         store=_store,
         warp_specialize=_specialize,
@@ -285,6 +332,7 @@ def _language() -> dict[str, types.ModuleType]:
     gluon.jit, gluon.language = _jit, language
     hopper = types.ModuleType("triton.experimental.gluon.language.nvidia.hopper")
     hopper.fence_async_shared = lambda: None
+    hopper.mma_v2 = _multiply_in_registers
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = _multiply, _wait_for_products
     hopper.mbarrier = types.SimpleNamespace(
         MBarrierLayout=lambda: "barriers",
@@ -331,7 +379,7 @@ def hopper_on_the_cpu(monkeypatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(hopper, "available", lambda device: True)
         patch.setattr(hopper, "_tiles", Descriptor)
-        for name in ("hopper_transition", "hopper_gradients", "hopper_outputs"):
+        for name in ("hopper_transition", "hopper_gradients", "hopper_outputs", "hopper_prepare"):
             module = emulated(name)
             patch.setitem(sys.modules, module.__name__, module)
             patch.setattr(stateflow_kernels, name, module, raising=False)

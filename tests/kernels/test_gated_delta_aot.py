@@ -34,6 +34,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
     kernels = {"transition", "transition_backward", "pre", "out", "out_backward"}
     kernels |= {"query_backward", "solve_backward", "key_backward"}
     specialised = {"transition_kernel", "transition_backward_kernel", "transition_out_kernel", "gradients_kernel"}
+    specialised |= {"pre_kernel"}
     specialised = specialised if hopper.known_triton() else set()
     expected = {(kernel, arch) for kernel in kernels for arch in (80, 90)} | {(kernel, 90) for kernel in specialised}
     assert names == expected
@@ -44,6 +45,15 @@ def test_the_walks_use_tensor_cores_without_spilling(reports):
     walks = [r for r in walks if "specialised" not in r["case"]]
     assert len(walks) == 4 and all(r["num_warps"] == 4 for r in walks)
     assert not [r for r in walks if not r["wgmma"] or r["spill_bytes"] or r["shared_bytes"] > SHARED_BYTES]
+
+
+def test_pre_spills_nothing(reports):
+    """A program has 4 warps: four fit a multiprocessor with 128 registers a thread and this much shared memory."""
+    prepares = [r for r in reports if r["case"].split(",")[0] == "pre_kernel"]
+    assert len(prepares) == 4 * hopper.known_triton()
+    assert not [
+        r for r in prepares if r["spill_bytes"] or r["registers"] > 128 or r["shared_bytes"] > SHARED_BYTES // 4
+    ]
 
 
 def test_no_product_reads_a_buffer_that_is_being_filled(reports):
