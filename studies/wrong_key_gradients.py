@@ -207,21 +207,31 @@ def main(repeats: int, k_dim: int, v_dim: int, dtype: torch.dtype) -> None:
         problem, _, _, factors, q, k, _, grad_o, v_new, states, solved, grad_states = args[:12]
         outputs = args[12:]
         inputs = Inputs(problem, factors, q, k, grad_o, v_new, states, solved, grad_states)
-        first, count, explained = [x.clone() for x in outputs], 0, 0
-        for repeat in range(repeats):
+        # Each result once, with the launches that gave it; the most frequent one is right.
+        results: list[tuple[list[torch.Tensor], list[int]]] = [([x.clone() for x in outputs], [0])]
+        for repeat in range(1, repeats):
             for x in outputs:
                 x.fill_(float("nan"))
             LAUNCH(*args)
-            if all(torch.equal(x, y) for x, y in zip(outputs, first, strict=True)):
-                continue
-            count += 1
-            changed = [i for i, (x, y) in enumerate(zip(outputs, first, strict=True)) if not torch.equal(x, y)]
-            right, wrong = (x[0].cpu().double() for x in (first[1], outputs[1]))
+            for known, launches in results:
+                if all(torch.equal(x, y) for x, y in zip(outputs, known, strict=True)):
+                    launches.append(repeat)
+                    break
+            else:
+                results.append(([x.clone() for x in outputs], [repeat]))
+        results.sort(key=lambda result: -len(result[1]))
+        (expected, _), *others = results
+        count = sum(len(launches) for _, launches in others)
+        for index, (found, launches) in enumerate(others):
+            changed = [i for i, (x, y) in enumerate(zip(found, expected, strict=True)) if not torch.equal(x, y)]
+            right, wrong = (x[0].cpu().double() for x in (expected[1], found[1]))
             places = (right != wrong).nonzero()
             chunks = sorted({(int(h), int(t) // CHUNK) for t, h, _ in places})
-            print(f"launch {repeat}: outputs {changed}, {len(places)} of dk, heads and chunks {chunks}", flush=True)
-            for head, chunk in chunks[: max(0, EXPLAINED - explained)]:
-                explained += 1
+            print(
+                f"launches {launches[:8]}: outputs {changed}, {len(places)} of dk, heads and chunks {chunks}",
+                flush=True,
+            )
+            for head, chunk in chunks[:2] if index < EXPLAINED else ():
                 rows = slice(chunk * CHUNK, chunk * CHUNK + CHUNK)
                 print(*explain(inputs, (head, chunk), right[rows, head], wrong[rows, head]), sep="\n", flush=True)
         print(f"{count} of {repeats} launches differ", flush=True)
