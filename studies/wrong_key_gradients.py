@@ -197,7 +197,6 @@ def explain(inputs: Inputs, where, right: torch.Tensor, wrong: torch.Tensor) -> 
 
 
 def main(repeats: int, k_dim: int, v_dim: int, dtype: torch.dtype) -> None:
-    hopper.K_DIMS = hopper.MERGED_DIMS = (64, 128)
     use_default_with(pytest.MonkeyPatch(), gradient_chunks=8)
 
     def repeated(*args):

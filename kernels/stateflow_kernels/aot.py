@@ -5,9 +5,9 @@
 Compiles every case of the named modules of this package (without names: of all that have an `aot_cases`) for each of
 `TARGETS` and prints one line of JSON a case: `module`, `case`, `arch`, `triton`, `num_warps`, `num_stages`,
 `registers` of a thread, `spill_bytes` (the stack frame of a thread; nothing but spilled registers lives there),
-`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten`, `undefined` and `touched`
-(faults of compilers, see the functions), and `failed` with the compiler's words instead of the last seven where it does
-not compile.
+`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten`, `undefined`, `touched` and
+`under_way` (faults of compilers and of kernels, see the functions), and `failed` with the compiler's words instead of
+the last eight where it does not compile.
 Exit status 1 if any case failed.
 """
 
@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 
 import stateflow_kernels
 
-from .assembler import bundled, touched, undefined
+from .assembler import bundled, touched, undefined, under_way
 
 TARGETS = (80, 90)
 
@@ -129,6 +129,7 @@ def report(case: AotCase, arch: int) -> dict[str, object]:
         "overwritten": overwritten(compiled.asm["ttgir"]),
         "undefined": undefined(sass),
         "touched": touched(sass),
+        "under_way": under_way(sass),
     }
 
 

@@ -133,3 +133,44 @@ def touched(sass: str) -> list[str]:
         elif meant := _named(operation, operands) & set().union(*groups):
             found.append(f"{address} {operation} R{min(meant)}")
     return found
+
+
+# Of an instruction's upper word: the scoreboards that its result releases and that it waits for, see below.
+_ENCODED = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)[^;]*;[^\n]*\n\s*/\* 0x([0-9a-f]{16}) \*/")
+_RESULT, _WAITS, _NONE = (46, 7), (52, 63), 7
+
+
+def under_way(sass: str) -> list[str]:
+    """Loads of tiles from shared memory that may be under way at a barrier behind which a place is given back.
+
+    Such a barrier is followed by an arrival at an mbarrier. The copy engine, which may then write the next tile there,
+    does not wait for loads: what they bring must have been used before, by something that is stored.
+
+    Bits 46 to 48 of an instruction's upper word name the scoreboard that its result releases (7: none), bits 52 to 57
+    those that it waits for. Shared memory and shuffles answer in order, so what comes later speaks for a load that
+    names none. `sass` and the order as for `undefined`. Returns "address operation, barrier address".
+    """
+    code = [(address, operation, int(word, 16)) for address, operation, word in _ENCODED.findall(sass)]
+    asked: list[tuple[int, str | None]] = []  # scoreboard; a load of a tile
+    found = []
+    for i, (address, operation, word) in enumerate(code):
+        waits = word >> _WAITS[0] & _WAITS[1]
+        come = [j for j, (scoreboard, _) in enumerate(asked) if scoreboard != _NONE and waits >> scoreboard & 1]
+        if come:
+            asked = asked[come[-1] + 1 :]
+        if operation.startswith("BAR.") and _gives_back(code[i + 1 :]):
+            found += [f"{load}, barrier {address}" for _, load in asked if load is not None]
+        elif operation.startswith(("LDS", "SHFL")):
+            load = f"{address} {operation}" if operation.startswith(("LDSM", "LDS.128")) else None
+            asked.append((word >> _RESULT[0] & _RESULT[1], load))
+    return found
+
+
+def _gives_back(code: list[tuple[str, str, int]]) -> bool:
+    """Whether an mbarrier is told before the next barrier or jump."""
+    for _, operation, _ in code:
+        if operation.startswith("SYNCS.ARRIVE"):
+            return True
+        if operation.startswith(("BAR.", "BRA", "EXIT")):
+            return False
+    return False

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 TRITONS = ("3.6", "3.7")  # 3.7 compiled only
 BLOCKS_V = (16, 32, 64)
 CHUNK = 64
-# Others compile, but with K = 64 and V = 128 gradients of k were wrong now and then on an H200, by the walk back or by
-# the one kernel for all gradients: the cause is not found. 256 has not run in this form.
-K_DIMS = MERGED_DIMS = (128,)
+# 256 has not run in this form.
+K_DIMS = MERGED_DIMS = (64, 128)
 # Of a thread, at launch: ST and STB then fit a multiprocessor together. Those that compute get what the others leave.
 WALK_REGISTERS = 128
 PREPARE_REGISTERS = 128  # four programs a multiprocessor

@@ -10,7 +10,7 @@ import pytest
 
 from stateflow_kernels import hopper
 from stateflow_kernels.aot import overwritten
-from stateflow_kernels.assembler import touched, undefined
+from stateflow_kernels.assembler import touched, undefined, under_way
 
 pytestmark = pytest.mark.slow
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
@@ -111,6 +111,47 @@ def test_an_accumulator_that_is_touched_under_its_products_is_found(instruction,
     expected = [f"2790 {operation} {register}" for register in found]
     assert touched(lines.replace("INSTRUCTION", instruction)) == expected
     assert touched(lines.replace("INSTRUCTION", "NOP").replace("DEPBAR.LE gsb0, 0x0", "ARRIVE")) == ["33b0 FMUL R56"]
+
+
+def test_no_tile_is_given_back_while_loads_of_it_are_under_way(reports):
+    assert not [(r["case"], r["under_way"]) for r in reports if r["under_way"]]
+
+
+def _encoded(address: int, instruction: str, releases: int = 7, waits: int = 0) -> str:
+    """An instruction with the scoreboard that its result releases and a mask of those that it waits for."""
+    word = releases << 46 | waits << 52 | 0x000E000000000000 & ~(7 << 46)
+    return f"  /*{address:04x}*/         {instruction} ;  /* 0x0000000000007918 */\n   /* 0x{word:016x} */\n"
+
+
+LOAD = ("LDSM.16.M88.4 R64, [R128+UR28+0x1a000]", 4)
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ([LOAD], True),
+        ([LOAD, ("FMUL R2, R64, R3", 7, 1 << 4)], False),  # waited for
+        ([LOAD, ("FMUL R2, R3, R3", 7, 1 << 2)], True),  # something else was
+        (
+            [("LDSM.16.M88.4 R64, [R128]", 7), ("SHFL.BFLY PT, R7, R6, 0x1, 0x1f", 1), ("FADD R1, R7, R1", 7, 1 << 1)],
+            False,
+        ),
+        ([("SHFL.BFLY PT, R7, R6, 0x1, 0x1f", 1), LOAD, ("FADD R1, R7, R1", 7, 1 << 1)], True),
+        ([("LDS R64, [R128+0x1a000]", 4)], False),  # a number, not a tile
+    ],
+)
+def test_a_load_under_way_where_its_place_is_given_back_is_found(code, found):
+    """As the last use of k was assembled for K = 64, V = 128 and float16."""
+    code = [*code, ("BAR.SYNC.DEFER_BLOCKING 0x0, 0x80", 7)]
+    told = [*code, ("SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR28+0x270a0], RZ", 7)]
+    told, only_barrier = ("".join(_encoded(16 * i, *one) for i, one in enumerate(lines)) for lines in (told, code))
+    places = [
+        f"{16 * i:04x} {LOAD[0].split()[0]}, barrier {16 * len(code) - 16:04x}"
+        for i, one in enumerate(code)
+        if one == LOAD
+    ]
+    assert under_way(told) == (places if found else [])
+    assert under_way(only_barrier) == []  # nothing is given back
 
 
 def test_a_single_buffer_under_products_in_flight_is_found():

@@ -118,7 +118,7 @@ def test_cuts_and_splits_give_the_same_bits(dtype, sizes, monkeypatch):
 
 
 @pytest.mark.parametrize("with_docs", [False, True])
-@pytest.mark.parametrize("sizes", [(d, d) for d in hopper.MERGED_DIMS], ids=str)
+@pytest.mark.parametrize("sizes", list(itertools.product(hopper.MERGED_DIMS, repeat=2)), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_all_gradients_from_one_kernel(dtype, sizes, with_docs, monkeypatch):
     """Right, the same bits each time and however the sequence is cut, for any number of chunks a program."""
@@ -143,7 +143,7 @@ def test_all_gradients_from_one_kernel(dtype, sizes, with_docs, monkeypatch):
 
 
 @pytest.mark.parametrize("with_docs", [False, True])
-@pytest.mark.parametrize("sizes", [(128, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("sizes", list(itertools.product(hopper.K_DIMS, (64, 128))), ids=str)
 def test_walk_and_outputs_in_one_have_the_bits_of_two(sizes, with_docs, monkeypatch):
     torch.manual_seed(0)
     inputs = make(1, 1000, 3, 2, *sizes)
@@ -162,7 +162,7 @@ def test_walk_and_outputs_in_one_have_the_bits_of_two(sizes, with_docs, monkeypa
 
 
 @pytest.mark.parametrize("with_docs", [False, True])
-@pytest.mark.parametrize("sizes", [(128, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("sizes", list(itertools.product(hopper.K_DIMS, (64, 128))), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_specialised_walks_have_the_bits_of_tritons(dtype, sizes, with_docs, monkeypatch):
     """At each depth that fits: an odd one has three places for results, the others two."""
