@@ -40,7 +40,7 @@ def _weight(weight, V: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
-def _forward_kernel(
+def gated_norm_kernel(
     x, gate, weight, y, num_rows, eps, V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr
 ):  # [N, V], [N, V], [V], [N, V]
     start, offset, mask = _tile(num_rows, V, BR, BV)
@@ -53,7 +53,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
-def _backward_kernel(
+def gated_norm_backward_kernel(
     grad_y,  # [N, V]
     x,  # [N, V]
     gate,  # [N, V]
@@ -103,7 +103,7 @@ def forward(x_NV: Tensor, gate_NV: Tensor, weight_V: Tensor, eps: float) -> Tens
     num_rows, row_len = x.shape
     y = torch.empty_like(x)
     rows, columns = _tile_shape(row_len, FORWARD_NUMBERS)
-    _forward_kernel[(triton.cdiv(num_rows, rows),)](
+    gated_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, gate, weight, y, num_rows, eps, V=row_len, BR=rows, BV=columns, num_warps=NUM_WARPS
     )
     return y
@@ -120,7 +120,7 @@ def backward(
     num_programs = triton.cdiv(num_rows, rows)
     grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
     parts = torch.empty(num_programs, row_len, dtype=torch.float32, device=x.device)
-    _backward_kernel[(num_programs,)](
+    gated_norm_backward_kernel[(num_programs,)](
         grad_y, x, gate, weight, grad_x, grad_gate, parts, num_rows, eps,
         V=row_len, BR=rows, BV=columns, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -128,12 +128,12 @@ def backward(
 
 
 def aot_cases() -> Iterator[AotCase]:
-    forward = _forward_kernel, FORWARD_NUMBERS, ("x", "gate", "weight", "y"), {}
+    forward = gated_norm_kernel, FORWARD_NUMBERS, ("x", "gate", "weight", "y"), {}
     names = ("grad_y", "x", "gate", "weight", "grad_x", "grad_gate")
-    backward = _backward_kernel, BACKWARD_NUMBERS, names, {"parts": "*fp32"}
+    backward = gated_norm_backward_kernel, BACKWARD_NUMBERS, names, {"parts": "*fp32"}
     for kernel, numbers, pointers, more in (forward, backward):
         for dtype, row_len in (("bf16", 128), ("fp32", 72)):
             rows, columns = _tile_shape(row_len, numbers)
             types = {name: f"*{dtype}" for name in pointers} | more | dict(num_rows="i32", eps="fp32")
-            name = f"{kernel.__name__.strip('_')} {dtype} V={row_len}"
+            name = f"{kernel.__name__} {dtype} V={row_len}"
             yield AotCase(name, kernel, types, dict(V=row_len, BR=rows, BV=columns), NUM_WARPS)

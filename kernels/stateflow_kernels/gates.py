@@ -48,7 +48,7 @@ def _of_heads(values, H: tl.constexpr, BH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale"])
-def _forward_kernel(
+def delta_gates_kernel(
     a,  # [M, H]
     b,  # [M, H]
     A_log,  # [H]
@@ -69,7 +69,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale"])
-def _backward_kernel(
+def delta_gates_backward_kernel(
     grad_g,  # [M, H] float32
     grad_beta,  # [M, H] float32
     a,  # [M, H]
@@ -118,7 +118,7 @@ def forward(
     num_tokens, num_heads = a.shape
     g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
     tokens, heads = _tile_shape(num_heads)
-    _forward_kernel[(triton.cdiv(num_tokens, tokens),)](
+    delta_gates_kernel[(triton.cdiv(num_tokens, tokens),)](
         a, b, A_log, dt_bias, g, beta, num_tokens, float(scale), H=num_heads, BM=tokens, BH=heads, num_warps=NUM_WARPS
     )
     return g, beta
@@ -141,7 +141,7 @@ def backward(
     num_programs = triton.cdiv(num_tokens, tokens)
     grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
     parts = torch.empty(num_programs, 2, num_heads, dtype=torch.float32, device=a.device)
-    _backward_kernel[(num_programs,)](
+    delta_gates_backward_kernel[(num_programs,)](
         grad_g, grad_beta, a, b, A_log, dt_bias, grad_a, grad_b, parts, num_tokens, float(scale),
         H=num_heads, BM=tokens, BH=heads, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -150,12 +150,12 @@ def backward(
 
 
 def aot_cases() -> Iterator[AotCase]:
-    forward = _forward_kernel, ("a", "b"), ("g", "beta")
-    backward = _backward_kernel, ("a", "b", "grad_a", "grad_b"), ("grad_g", "grad_beta", "parts")
+    forward = delta_gates_kernel, ("a", "b"), ("g", "beta")
+    backward = delta_gates_backward_kernel, ("a", "b", "grad_a", "grad_b"), ("grad_g", "grad_beta", "parts")
     for kernel, in_dtype, in_float32 in (forward, backward):
         tokens, heads = _tile_shape(16)
         types = {name: "*bf16" for name in in_dtype}
         types |= {name: "*fp32" for name in (*in_float32, "A_log", "dt_bias")}
         types |= dict(num_tokens="i32", scale="fp32")
-        name = f"{kernel.__name__.strip('_')} bf16 H=16"
+        name = f"{kernel.__name__} bf16 H=16"
         yield AotCase(name, kernel, types, dict(H=16, BM=tokens, BH=heads), NUM_WARPS)

@@ -88,7 +88,7 @@ def _place(num_blocks, num_groups, UNROLL: tl.constexpr, C: tl.constexpr, BC: tl
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_groups"])
-def _forward_kernel(
+def short_conv_kernel(
     x,  # [B, T, C]
     weight,  # [C, W]
     bias,  # [C] or None
@@ -189,7 +189,7 @@ def _tail_gradient(grad_new_tail, position, num_tokens, in_channels, C: tl.const
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_groups"])
-def _backward_kernel(
+def short_conv_backward_kernel(
     grad_y,  # [B, T, C]
     grad_new_tail,  # [B, W-1, C] float32
     x,  # [B, T, C]
@@ -329,7 +329,7 @@ def forward(
     block_channels, num_warps = _channel_block(num_channels, width, x.element_size(), FORWARD_SHAPE)
     num_blocks, num_groups = _launch_shape(x, block_channels, num_warps, FORWARD_TOKENS)
     grid = (batch * num_blocks * -(-num_channels // block_channels),)
-    _forward_kernel[grid](
+    short_conv_kernel[grid](
         x, weight, bias, tail, doc_start, y, new_tail, num_tokens, num_blocks, num_groups,
         C=num_channels, W=width, W2=triton.next_power_of_2(width), BC=block_channels, UNROLL=UNROLL,
         num_warps=num_warps,
@@ -359,7 +359,7 @@ def backward(
     grad_x, grad_tail = torch.empty_like(x), torch.empty_like(tail)
     parts = torch.empty(batch * num_blocks, width + 1, num_channels, dtype=torch.float32, device=x.device)
     grid = (batch * num_blocks * -(-num_channels // block_channels),)
-    _backward_kernel[grid](
+    short_conv_backward_kernel[grid](
         grad_y, grad_new_tail, x, weight, bias, tail, doc_start, grad_x, grad_tail, parts,
         num_tokens, num_blocks, num_groups,
         C=num_channels, W=width, W2=triton.next_power_of_2(width), BC=block_channels, UNROLL=UNROLL,
@@ -372,8 +372,8 @@ def backward(
 def aot_cases() -> Iterator[AotCase]:
     pointers = dict(x="*{}", weight="*{}", bias="*{}", tail="*fp32", doc_start="*i64")
     kernels = {
-        _forward_kernel: dict(y="*{}", new_tail="*fp32"),
-        _backward_kernel: dict(
+        short_conv_kernel: dict(y="*{}", new_tail="*fp32"),
+        short_conv_backward_kernel: dict(
             grad_y="*{}", grad_new_tail="*fp32", grad_x="*{}", grad_tail="*fp32", parts="*fp32"
         ),
     }
@@ -382,12 +382,12 @@ def aot_cases() -> Iterator[AotCase]:
         for dtype, num_channels, width, with_docs in shapes:
             types = {name: text.format(dtype) for name, text in (pointers | more).items()}
             types |= dict(num_tokens="i32", num_blocks="i32", num_groups="i32")
-            shape = FORWARD_SHAPE if kernel is _forward_kernel else BACKWARD_SHAPE
+            shape = FORWARD_SHAPE if kernel is short_conv_kernel else BACKWARD_SHAPE
             block_channels, num_warps = _channel_block(num_channels, width, 2 if dtype == "bf16" else 4, shape)
             constexprs = dict(C=num_channels, W=width, W2=triton.next_power_of_2(width))
             constexprs |= dict(BC=block_channels, UNROLL=UNROLL)
             if not with_docs:
                 types = {name: text for name, text in types.items() if name not in ("doc_start", "bias")}
                 constexprs |= dict(doc_start=None, bias=None)
-            name = f"{kernel.__name__.strip('_')} {dtype} C={num_channels} W={width} docs,bias={with_docs}"
+            name = f"{kernel.__name__} {dtype} C={num_channels} W={width} docs,bias={with_docs}"
             yield AotCase(name, kernel, types, constexprs, num_warps)

@@ -29,7 +29,7 @@ def _numbers(count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _forward_kernel(gate, x, y, count, BLOCK: tl.constexpr):
+def swiglu_kernel(gate, x, y, count, BLOCK: tl.constexpr):
     first, index, mask = _numbers(count, BLOCK)
     gates = tl.load(gate + first + index, mask=mask, other=0.0).to(tl.float32)
     xs = tl.load(x + first + index, mask=mask, other=0.0).to(tl.float32)
@@ -38,7 +38,7 @@ def _forward_kernel(gate, x, y, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _backward_kernel(grad_y, gate, x, grad_gate, grad_x, count, BLOCK: tl.constexpr):
+def swiglu_backward_kernel(grad_y, gate, x, grad_gate, grad_x, count, BLOCK: tl.constexpr):
     first, index, mask = _numbers(count, BLOCK)
     dy = tl.load(grad_y + first + index, mask=mask, other=0.0).to(tl.float32)
     gates = tl.load(gate + first + index, mask=mask, other=0.0).to(tl.float32)
@@ -54,7 +54,7 @@ def forward(gate: Tensor, x: Tensor) -> Tensor:
     gate, x = gate.contiguous(), x.contiguous()
     y = torch.empty_like(x)
     grid = (triton.cdiv(x.numel(), FORWARD_NUMBERS),)
-    _forward_kernel[grid](gate, x, y, x.numel(), BLOCK=FORWARD_NUMBERS, num_warps=NUM_WARPS)
+    swiglu_kernel[grid](gate, x, y, x.numel(), BLOCK=FORWARD_NUMBERS, num_warps=NUM_WARPS)
     return y
 
 
@@ -63,14 +63,14 @@ def backward(grad_y: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     grad_y, gate, x = grad_y.contiguous(), gate.contiguous(), x.contiguous()
     grad_gate, grad_x = torch.empty_like(gate), torch.empty_like(x)
     grid = (triton.cdiv(x.numel(), BACKWARD_NUMBERS),)
-    _backward_kernel[grid](grad_y, gate, x, grad_gate, grad_x, x.numel(), BLOCK=BACKWARD_NUMBERS, num_warps=NUM_WARPS)
+    swiglu_backward_kernel[grid](grad_y, gate, x, grad_gate, grad_x, x.numel(), BLOCK=BACKWARD_NUMBERS, num_warps=NUM_WARPS)
     return grad_gate, grad_x
 
 
 def aot_cases() -> Iterator[AotCase]:
-    forward = _forward_kernel, FORWARD_NUMBERS, ("gate", "x", "y")
-    backward = _backward_kernel, BACKWARD_NUMBERS, ("grad_y", "gate", "x", "grad_gate", "grad_x")
+    forward = swiglu_kernel, FORWARD_NUMBERS, ("gate", "x", "y")
+    backward = swiglu_backward_kernel, BACKWARD_NUMBERS, ("grad_y", "gate", "x", "grad_gate", "grad_x")
     for kernel, numbers, pointers in (forward, backward):
         for dtype in ("bf16", "fp32"):
             types = {name: f"*{dtype}" for name in pointers} | dict(count="i64")
-            yield AotCase(f"{kernel.__name__.strip('_')} {dtype}", kernel, types, dict(BLOCK=numbers), NUM_WARPS)
+            yield AotCase(f"{kernel.__name__} {dtype}", kernel, types, dict(BLOCK=numbers), NUM_WARPS)
