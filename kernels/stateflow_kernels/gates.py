@@ -9,17 +9,27 @@ A program takes BM tokens of all heads. It writes its parts of dA_log and ddt_bi
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .activations import sigmoid
 from .aot import AotCase
 from .primitives import rounded
 
-TILE_NUMBERS = 2048
-NUM_WARPS = 4
+
+class Tile(NamedTuple):
+    """Numbers of whole tokens that a program takes, and its warps."""
+
+    numbers: int
+    warps: int
+
+
+# Few numbers: 16,384 tokens of 20 heads are 4 MB in all, and only many programs fill the device.
+FORWARD, BACKWARD = Tile(1024, 4), Tile(1024, 4)
 
 
 @triton.jit
@@ -65,7 +75,7 @@ def delta_gates_kernel(
     z = tl.load(a + start + offset, mask=mask, other=0.0).to(tl.float32) + _of_heads(dt_bias, H, BH)
     b_MH = tl.load(b + start + offset, mask=mask, other=0.0).to(tl.float32)
     tl.store(g + start + offset, -tl.exp(_of_heads(A_log, H, BH)) * _softplus(z), mask=mask)
-    tl.store(beta + start + offset, scale / (1.0 + tl.exp(-b_MH)), mask=mask)
+    tl.store(beta + start + offset, scale * sigmoid(b_MH), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale"])
@@ -91,12 +101,12 @@ def delta_gates_backward_kernel(
     z = tl.load(a + start + offset, mask=mask, other=0.0).to(tl.float32) + _of_heads(dt_bias, H, BH)
     b_MH = tl.load(b + start + offset, mask=mask, other=0.0).to(tl.float32)
 
-    sigmoid = 1.0 / (1.0 + tl.exp(-b_MH))
-    out = dbeta * scale * sigmoid * (1.0 - sigmoid)
+    share = sigmoid(b_MH)
+    out = dbeta * scale * share * (1.0 - share)
     tl.store(grad_b + start + offset, rounded(out, grad_b.dtype.element_ty), mask=mask)
 
     grad_softplus = -dg * tl.exp(_of_heads(A_log, H, BH))
-    grad_z = grad_softplus / (1.0 + tl.exp(-z))
+    grad_z = grad_softplus * sigmoid(z)
     tl.store(grad_a + start + offset, rounded(grad_z, grad_a.dtype.element_ty), mask=mask)
 
     head = tl.arange(0, BH)
@@ -105,21 +115,21 @@ def delta_gates_backward_kernel(
     tl.store(parts + H + head, tl.sum(grad_z, axis=0), mask=head < H)
 
 
-def _tile_shape(num_heads: int) -> tuple[int, int]:
+def _constexprs(num_heads: int, tile: Tile) -> dict[str, int]:
     heads = triton.next_power_of_2(num_heads)
-    return max(1, TILE_NUMBERS // heads), heads
+    return dict(H=num_heads, BM=max(1, tile.numbers // heads), BH=heads)
 
 
 def forward(
-    a_MH: Tensor, b_MH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, scale: float
+    a_MH: Tensor, b_MH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, scale: float, tile: Tile = FORWARD
 ) -> tuple[Tensor, Tensor]:
     """g and beta, float32 [M, H]. Arguments of bfloat16, float16 or float32."""
     a, b, A_log, dt_bias = (x.contiguous() for x in (a_MH, b_MH, A_log_H, dt_bias_H))
     num_tokens, num_heads = a.shape
     g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
-    tokens, heads = _tile_shape(num_heads)
-    delta_gates_kernel[(triton.cdiv(num_tokens, tokens),)](
-        a, b, A_log, dt_bias, g, beta, num_tokens, float(scale), H=num_heads, BM=tokens, BH=heads, num_warps=NUM_WARPS
+    shape = _constexprs(num_heads, tile)
+    delta_gates_kernel[(triton.cdiv(num_tokens, shape["BM"]),)](
+        a, b, A_log, dt_bias, g, beta, num_tokens, float(scale), **shape, num_warps=tile.warps
     )
     return g, beta
 
@@ -132,30 +142,30 @@ def backward(
     A_log_H: Tensor,
     dt_bias_H: Tensor,
     scale: float,
+    tile: Tile = BACKWARD,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of a and b in their dtypes, of A_log and dt_bias in float32."""
     grad_g, grad_beta = grad_g_MH.contiguous(), grad_beta_MH.contiguous()
     a, b, A_log, dt_bias = (x.contiguous() for x in (a_MH, b_MH, A_log_H, dt_bias_H))
     num_tokens, num_heads = a.shape
-    tokens, heads = _tile_shape(num_heads)
-    num_programs = triton.cdiv(num_tokens, tokens)
+    shape = _constexprs(num_heads, tile)
+    num_programs = triton.cdiv(num_tokens, shape["BM"])
     grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
     parts = torch.empty(num_programs, 2, num_heads, dtype=torch.float32, device=a.device)
     delta_gates_backward_kernel[(num_programs,)](
-        grad_g, grad_beta, a, b, A_log, dt_bias, grad_a, grad_b, parts, num_tokens, float(scale),
-        H=num_heads, BM=tokens, BH=heads, num_warps=NUM_WARPS,
+        grad_g, grad_beta, a, b, A_log, dt_bias, grad_a, grad_b, parts, num_tokens, float(scale), **shape,
+        num_warps=tile.warps,
     )  # fmt: skip
     sums = parts.sum(0)
     return grad_a, grad_b, sums[0], sums[1]
 
 
 def aot_cases() -> Iterator[AotCase]:
-    forward = delta_gates_kernel, ("a", "b"), ("g", "beta")
-    backward = delta_gates_backward_kernel, ("a", "b", "grad_a", "grad_b"), ("grad_g", "grad_beta", "parts")
-    for kernel, in_dtype, in_float32 in (forward, backward):
-        tokens, heads = _tile_shape(16)
+    forward = delta_gates_kernel, FORWARD, ("a", "b"), ("g", "beta")
+    backward = delta_gates_backward_kernel, BACKWARD, ("a", "b", "grad_a", "grad_b"), ("grad_g", "grad_beta", "parts")
+    for kernel, tile, in_dtype, in_float32 in (forward, backward):
         types = {name: "*bf16" for name in in_dtype}
         types |= {name: "*fp32" for name in (*in_float32, "A_log", "dt_bias")}
         types |= dict(num_tokens="i32", scale="fp32")
         name = f"{kernel.__name__} bf16 H=16"
-        yield AotCase(name, kernel, types, dict(H=16, BM=tokens, BH=heads), NUM_WARPS)
+        yield AotCase(name, kernel, types, _constexprs(16, tile), tile.warps)
