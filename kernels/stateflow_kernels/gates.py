@@ -29,7 +29,7 @@ class Tile(NamedTuple):
 
 
 # Few numbers: 16,384 tokens of 20 heads are 4 MB in all, and only many programs fill the device.
-FORWARD, BACKWARD = Tile(1024, 4), Tile(1024, 4)
+FORWARD, BACKWARD = Tile(1024, 4), Tile(2048, 4)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ What makes a cut invisible to the last bit:
 The gradients of weight and bias are sums over tokens: each program writes its own part, a second pass adds up.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -37,18 +38,22 @@ class Walk(NamedTuple):
     Attributes:
         channels: of a thread with W <= 4; a wider filter halves them. No more than 16 bytes of inputs.
         warps: the most of a program.
-        tokens: of a program. Fewer fill the device and share it out evenly, more mean fewer halo tokens and fewer parts
+        unroll: tokens whose loads are issued together.
+        resident: programs that a multiprocessor holds at once, by their registers. They are to come in whole waves:
+            the last of two and a bit takes as long as the others.
+        fewest, most: bounds of a program's tokens, multiples of `unroll`. More mean fewer halo tokens and fewer parts
             of the weight's gradient.
-        unroll: tokens whose loads are issued together; divides `tokens`.
     """
 
     channels: int
     warps: int
-    tokens: int
     unroll: int
+    resident: int
+    fewest: int
+    most: int
 
 
-FORWARD, BACKWARD = Walk(8, 4, 32, 4), Walk(4, 2, 64, 2)
+FORWARD, BACKWARD = Walk(4, 4, 4, 6, 16, 96), Walk(2, 4, 4, 9, 16, 160)
 
 
 @triton.jit
@@ -116,7 +121,7 @@ def _before_silu(window, taps, bias, position, doc_start, start, W: tl.constexpr
 
 
 @triton.jit
-def _place(num_blocks, TOKENS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr):
+def _place(num_blocks, length, C: tl.constexpr, BC: tl.constexpr):
     """Batch index, first token, index of the token block (counted over the batch) and channels of this program."""
     num_channel_blocks: tl.constexpr = (C + BC - 1) // BC
     program = tl.program_id(0)
@@ -126,7 +131,7 @@ def _place(num_blocks, TOKENS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr):
         in_channels = tl.full([BC], True, tl.int1)
     else:
         in_channels = channel < C
-    return (block // num_blocks).to(tl.int64), (block % num_blocks) * TOKENS, block, channel, in_channels
+    return (block // num_blocks).to(tl.int64), (block % num_blocks) * length, block, channel, in_channels
 
 
 @triton.jit
@@ -147,33 +152,32 @@ def _doc_start(doc_start, offset, here):
 
 @triton.jit
 def _inputs_ahead(
-    x, begin, first, num_tokens, in_channels, C: tl.constexpr, TOKENS: tl.constexpr, UNROLL: tl.constexpr,
-    INTERIOR: tl.constexpr,
+    x, begin, length, first, num_tokens, in_channels, C: tl.constexpr, UNROLL: tl.constexpr, INTERIOR: tl.constexpr,
 ):  # fmt: skip
-    """The inputs at `begin` and behind, relative to the program's first, if they are this program's."""
+    """The inputs at `begin`, where x points to, and behind, relative to the program's first, if they are its."""
     tokens = ()
     for u in tl.static_range(UNROLL):
-        here = begin + u < TOKENS
+        here = begin + u < length
         if not INTERIOR:
             here = here & (first + begin + u < num_tokens)
-        tokens = tokens + (_load(x + (begin + u) * C, here, in_channels, INTERIOR),)
+        tokens = tokens + (_load(x + u * C, here, in_channels, INTERIOR),)
     return tokens
 
 
 @triton.jit
 def _walk(
-    x, columns, bias_C, tail, doc_start, y, first, num_tokens, in_channels,
-    C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, TOKENS: tl.constexpr, UNROLL: tl.constexpr,
-    INTERIOR: tl.constexpr,
+    x, columns, bias_C, tail, doc_start, y, length, first, num_tokens, in_channels,
+    C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, UNROLL: tl.constexpr, INTERIOR: tl.constexpr,
 ):  # fmt: skip
     window = ()
     for j in tl.static_range(W):
         window = window + (_input(x, tail, first + (j - W), first, num_tokens, in_channels, C, W, INTERIOR),)
-    ahead = _inputs_ahead(x, 0, first, num_tokens, in_channels, C, TOKENS, UNROLL, INTERIOR)
+    ahead = _inputs_ahead(x, 0, length, first, num_tokens, in_channels, C, UNROLL, INTERIOR)
     taps = _taps(columns, W, W2)
-    for begin in range(0, TOKENS, UNROLL):
+    for begin in range(0, length, UNROLL):
         tokens = ahead
-        ahead = _inputs_ahead(x, begin + UNROLL, first, num_tokens, in_channels, C, TOKENS, UNROLL, INTERIOR)
+        x += UNROLL * C
+        ahead = _inputs_ahead(x, begin + UNROLL, length, first, num_tokens, in_channels, C, UNROLL, INTERIOR)
         for u in tl.static_range(UNROLL):
             position = first + begin + u
             start = _doc_start(doc_start, begin + u, position < num_tokens)
@@ -183,10 +187,11 @@ def _walk(
                 mask = in_channels
             else:
                 mask = tl.where(position < num_tokens, in_channels, False)
-            tl.store(y + (begin + u) * C, rounded(out, y.dtype.element_ty), mask=mask)
+            tl.store(y + u * C, rounded(out, y.dtype.element_ty), mask=mask)
+        y += UNROLL * C
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "length"])
 def short_conv_kernel(
     x,  # [B, T, C]
     weight,  # [C, W]
@@ -196,15 +201,15 @@ def short_conv_kernel(
     y,  # [B, T, C]
     new_tail,  # [B, W-1, C] float32
     num_tokens,
-    num_blocks,  # of TOKENS tokens
+    num_blocks,
+    length,  # tokens of a block, a multiple of UNROLL
     C: tl.constexpr,
     W: tl.constexpr,
     W2: tl.constexpr,  # the next power of two
     BC: tl.constexpr,
-    TOKENS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    batch, first, _, channel, in_channels = _place(num_blocks, TOKENS, C, BC)
+    batch, first, _, channel, in_channels = _place(num_blocks, length, C, BC)
     columns = _weight_columns(weight, channel, in_channels, C, W, W2)
     bias_C = _bias(bias, channel, in_channels, BC)
     x += (batch * num_tokens + first) * C + channel
@@ -214,14 +219,14 @@ def short_conv_kernel(
     if doc_start is not None:
         doc_start += batch * num_tokens + first
 
-    if (first >= W) & (first + TOKENS <= num_tokens):
+    if (first >= W) & (first + length <= num_tokens):
         _walk(
-            x, columns, bias_C, tail, doc_start, y, first, num_tokens, in_channels, C, W, W2, TOKENS, UNROLL, True
+            x, columns, bias_C, tail, doc_start, y, length, first, num_tokens, in_channels, C, W, W2, UNROLL, True
         )  # fmt: skip
     else:
-        _walk(x, columns, bias_C, tail, doc_start, y, first, num_tokens, in_channels, C, W, W2, TOKENS, 1, False)
+        _walk(x, columns, bias_C, tail, doc_start, y, length, first, num_tokens, in_channels, C, W, W2, 1, False)
 
-    if first + TOKENS >= num_tokens:
+    if first + length >= num_tokens:
         for row in tl.static_range(W - 1):
             kept = _input(x, tail, num_tokens + (row - W + 1), first, num_tokens, in_channels, C, W, False)
             tl.store(new_tail + row * C, kept, mask=in_channels)
@@ -266,7 +271,10 @@ def _pairs_ahead(
     x, grad_y, begin, first, num_tokens, in_channels, C: tl.constexpr, W: tl.constexpr, UNROLL: tl.constexpr,
     INTERIOR: tl.constexpr,
 ):  # fmt: skip
-    """dy of the tokens at `begin` and before, and the inputs W before them; nothing before the program's first."""
+    """dy of the tokens at `begin`, where the pointers are, and before, and the inputs W before them.
+
+    Nothing of tokens before the program's first.
+    """
     dys, tokens = (), ()
     for u in tl.static_range(UNROLL):
         mine = begin - u >= 0
@@ -275,20 +283,20 @@ def _pairs_ahead(
             position = first + begin - u
             here = mine & (position < num_tokens)
             inside = mine & (position >= W) & (position - W < num_tokens)
-        dys = dys + (_load(grad_y + (begin - u) * C, here, in_channels, INTERIOR),)
-        tokens = tokens + (_load(x + (begin - u - W) * C, inside, in_channels, INTERIOR),)
+        dys = dys + (_load(grad_y - u * C, here, in_channels, INTERIOR),)
+        tokens = tokens + (_load(x - (u + W) * C, inside, in_channels, INTERIOR),)
     return dys, tokens
 
 
 @triton.jit
 def _walk_back(
-    grad_y, grad_new_tail, x, columns, bias_C, bias, tail, doc_start, grad_x, grad_tail, parts, first, num_tokens,
-    in_channels, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr,
+    grad_y, grad_new_tail, x, columns, bias_C, bias, tail, doc_start, grad_x, grad_tail, parts, length, first,
+    num_tokens, in_channels, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, BC: tl.constexpr,
     UNROLL: tl.constexpr, INTERIOR: tl.constexpr,
 ):  # fmt: skip
     # The tokens behind this program's last: only what they add to the gradients of its inputs. At each token t,
     # `window` and `grads` belong to the inputs at t-W+1 .. t.
-    end = first + TOKENS - 1
+    end = first + length - 1
     zero = tl.zeros([BC], tl.float32)
     window, grads, sums, behind = (), (), (), ()
     for j in tl.static_range(W):
@@ -300,9 +308,10 @@ def _walk_back(
         entering = _input(x, tail, position - W, first, num_tokens, in_channels, C, W, INTERIOR)
         dy = _load(grad_y + (position - first) * C, position < num_tokens, in_channels, INTERIOR)
         behind = behind + ((entering, dy),)
-    dys, tokens = _pairs_ahead(
-        x, grad_y, TOKENS - 1, first, num_tokens, in_channels, C, W, UNROLL, INTERIOR
-    )  # fmt: skip
+    x += (length - 1) * C
+    grad_y += (length - 1) * C
+    grad_x += (length - 1) * C
+    dys, tokens = _pairs_ahead(x, grad_y, length - 1, first, num_tokens, in_channels, C, W, UNROLL, INTERIOR)
     taps = _taps(columns, W, W2)
 
     grads = (_tail_gradient(grad_new_tail, end, num_tokens, in_channels, C, W, BC, INTERIOR),) + grads[1:]
@@ -316,12 +325,12 @@ def _walk_back(
         window = (behind[back][0],) + window[: W - 1]
 
     sum_pre = zero
-    for done in range(0, TOKENS, UNROLL):
-        begin = TOKENS - 1 - done
+    for done in range(0, length, UNROLL):
+        begin = length - 1 - done
         now_dys, now_tokens = dys, tokens
-        dys, tokens = _pairs_ahead(
-            x, grad_y, begin - UNROLL, first, num_tokens, in_channels, C, W, UNROLL, INTERIOR
-        )  # fmt: skip
+        x -= UNROLL * C
+        grad_y -= UNROLL * C
+        dys, tokens = _pairs_ahead(x, grad_y, begin - UNROLL, first, num_tokens, in_channels, C, W, UNROLL, INTERIOR)
         for u in tl.static_range(UNROLL):
             position = first + begin - u
             start = _doc_start(doc_start, begin - u, position < num_tokens)
@@ -331,7 +340,7 @@ def _walk_back(
                 mask = in_channels
             else:
                 mask = tl.where(position < num_tokens, in_channels, False)
-            tl.store(grad_x + (begin - u) * C, rounded(grads[W - 1], grad_x.dtype.element_ty), mask=mask)
+            tl.store(grad_x - u * C, rounded(grads[W - 1], grad_x.dtype.element_ty), mask=mask)
             sums = _add_products(sums, window, grad_pre, position, doc_start, start, W)
             if bias is not None:
                 sum_pre += grad_pre
@@ -339,6 +348,7 @@ def _walk_back(
             grads = (entering,) + grads[: W - 1]
             entering = _or_tail(now_tokens[u], tail, position - W, in_channels, C, W, INTERIOR)
             window = (entering,) + window[: W - 1]
+        grad_x -= UNROLL * C
 
     if not INTERIOR:  # noqa: SIM102  the compiler must not see the other
         if first == 0:
@@ -350,7 +360,7 @@ def _walk_back(
         tl.store(parts + W * C, sum_pre, mask=in_channels)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "length"])
 def short_conv_backward_kernel(
     grad_y,  # [B, T, C]
     grad_new_tail,  # [B, W-1, C] float32
@@ -364,14 +374,14 @@ def short_conv_backward_kernel(
     parts,  # [B * num_blocks, W or with a bias W + 1, C] float32: of the weight's columns, then of the bias
     num_tokens,
     num_blocks,
+    length,
     C: tl.constexpr,
     W: tl.constexpr,
     W2: tl.constexpr,
     BC: tl.constexpr,
-    TOKENS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    batch, first, block, channel, in_channels = _place(num_blocks, TOKENS, C, BC)
+    batch, first, block, channel, in_channels = _place(num_blocks, length, C, BC)
     columns = _weight_columns(weight, channel, in_channels, C, W, W2)
     bias_C = _bias(bias, channel, in_channels, BC)
     x += (batch * num_tokens + first) * C + channel
@@ -388,15 +398,15 @@ def short_conv_backward_kernel(
         doc_start += batch * num_tokens + first
 
     # The tokens behind the last, W - 1 of them, must not reach the end, nor be in the outgoing tail.
-    if (first >= W) & (first + TOKENS + W - 1 <= num_tokens):
+    if (first >= W) & (first + length + W - 1 <= num_tokens):
         _walk_back(
-            grad_y, grad_new_tail, x, columns, bias_C, bias, tail, doc_start, grad_x, grad_tail, parts, first,
-            num_tokens, in_channels, C, W, W2, BC, TOKENS, UNROLL, True,
+            grad_y, grad_new_tail, x, columns, bias_C, bias, tail, doc_start, grad_x, grad_tail, parts, length,
+            first, num_tokens, in_channels, C, W, W2, BC, UNROLL, True,
         )  # fmt: skip
     else:
         _walk_back(
-            grad_y, grad_new_tail, x, columns, bias_C, bias, tail, doc_start, grad_x, grad_tail, parts, first,
-            num_tokens, in_channels, C, W, W2, BC, TOKENS, 1, False,
+            grad_y, grad_new_tail, x, columns, bias_C, bias, tail, doc_start, grad_x, grad_tail, parts, length,
+            first, num_tokens, in_channels, C, W, W2, BC, 1, False,
         )  # fmt: skip
 
 
@@ -406,7 +416,23 @@ def _constexprs(num_channels: int, width: int, itemsize: int, walk: Walk) -> tup
     # The largest program of those that compute the fewest channels that are not there.
     num_warps = min((4, 2, 1), key=lambda n: (n > walk.warps, -(-num_channels // (per_warp * n)) * n))
     shape = dict(C=num_channels, W=width, W2=triton.next_power_of_2(width), BC=per_warp * num_warps)
-    return shape | dict(TOKENS=walk.tokens, UNROLL=walk.unroll), num_warps
+    return shape | dict(UNROLL=walk.unroll), num_warps
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _share_out(x_BTC: Tensor, block_channels: int, walk: Walk) -> tuple[int, int]:
+    """The number of token blocks, and the tokens of each: as many blocks as fill some waves of programs."""
+    batch, num_tokens, num_channels = x_BTC.shape
+    of_a_block = batch * triton.cdiv(num_channels, block_channels)
+    at_once = walk.resident * _multiprocessors(x_BTC.device)
+    waves = max(1, triton.cdiv(num_tokens * of_a_block, at_once * walk.most))
+    length = triton.cdiv(num_tokens, max(1, waves * at_once // of_a_block))
+    length = min(max(triton.cdiv(length, walk.unroll) * walk.unroll, walk.fewest), walk.most)
+    return triton.cdiv(num_tokens, length), length
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -433,10 +459,10 @@ def forward(
     (batch, num_tokens, num_channels), width = x.shape, weight.shape[1]
     y, new_tail = torch.empty_like(x), torch.empty_like(tail)
     shape, num_warps = _constexprs(num_channels, width, x.element_size(), walk or FORWARD)
-    num_blocks = triton.cdiv(num_tokens, shape["TOKENS"])
+    num_blocks, length = _share_out(x, shape["BC"], walk or FORWARD)
     grid = (batch * num_blocks * triton.cdiv(num_channels, shape["BC"]),)
     short_conv_kernel[grid](
-        x, weight, bias, tail, doc_start, y, new_tail, num_tokens, num_blocks, **shape, num_warps=num_warps
+        x, weight, bias, tail, doc_start, y, new_tail, num_tokens, num_blocks, length, **shape, num_warps=num_warps
     )
     return y, new_tail
 
@@ -460,14 +486,14 @@ def backward(
     )
     (batch, num_tokens, num_channels), width = x.shape, weight.shape[1]
     shape, num_warps = _constexprs(num_channels, width, x.element_size(), walk or BACKWARD)
-    num_blocks = triton.cdiv(num_tokens, shape["TOKENS"])
+    num_blocks, length = _share_out(x, shape["BC"], walk or BACKWARD)
     grad_x, grad_tail = torch.empty_like(x), torch.empty_like(tail)
     num_sums = width if bias is None else width + 1
     parts = torch.empty(batch * num_blocks, num_sums, num_channels, dtype=torch.float32, device=x.device)
     grid = (batch * num_blocks * triton.cdiv(num_channels, shape["BC"]),)
     short_conv_backward_kernel[grid](
         grad_y, grad_new_tail, x, weight, bias, tail, doc_start, grad_x, grad_tail, parts, num_tokens, num_blocks,
-        **shape, num_warps=num_warps,
+        length, **shape, num_warps=num_warps,
     )  # fmt: skip
     sums = parts.sum(0)
     return grad_x, sums[:width].t(), None if bias is None else sums[width], grad_tail
@@ -485,7 +511,7 @@ def aot_cases() -> Iterator[AotCase]:
     for kernel, more in kernels.items():
         for dtype, num_channels, width, with_docs in shapes:
             types = {name: text.format(dtype) for name, text in (pointers | more).items()}
-            types |= dict(num_tokens="i32", num_blocks="i32")
+            types |= dict(num_tokens="i32", num_blocks="i32", length="i32")
             walk = FORWARD if kernel is short_conv_kernel else BACKWARD
             constexprs, num_warps = _constexprs(num_channels, width, 2 if dtype == "bf16" else 4, walk)
             if not with_docs:

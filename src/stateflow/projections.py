@@ -37,8 +37,7 @@ def project(x: Tensor, *linears: nn.Linear | tuple[nn.Linear, ...]) -> list[Tens
         return [linear(x) for linear in flat]
     takers = [_taker(linear) for linear in flat]
     weights = [
-        linear.weight if taker is None else linear.weight.detach()
-        for linear, taker in zip(flat, takers, strict=True)
+        linear.weight if taker is None else linear.weight.detach() for linear, taker in zip(flat, takers, strict=True)
     ]
     return list(_Projections.apply(x, sizes, takers, *weights))
 

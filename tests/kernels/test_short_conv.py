@@ -49,7 +49,7 @@ def test_outputs_and_gradients(device, batch, num_tokens, channels, width, with_
 def few_tokens_a_program(monkeypatch) -> None:
     """So that some reach neither end of a short sequence."""
     for name in ("FORWARD", "BACKWARD"):
-        monkeypatch.setattr(kernels, name, getattr(kernels, name)._replace(tokens=4, unroll=2))
+        monkeypatch.setattr(kernels, name, getattr(kernels, name)._replace(fewest=4, most=4, unroll=2))
 
 
 def run_in_pieces(inputs: list[Tensor | None], docs: Tensor | None, cuts: list[int]) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """What passes over memory only: short convolution, gated norm, gates, SwiGLU's activation, by shapes of programs.
 
     python -m stateflow.bench.elementwise [--tokens 16384 --dim 2560 --heads 20 --head-dim 128 --ffn-dim 6912]
-    python -m stateflow.bench.elementwise --only short_conv_backward --tiles short_conv_backward=4,2,64,4
+    python -m stateflow.bench.elementwise --only short_conv_backward --tiles short_conv_backward=4,2,4,8,16,80
 
 For each kernel, forward and backward apart (with the second pass of sums over tokens), the tile that is built in and
 some others: first compared with float64 on fewer tokens, then the median time, and the rate of the bytes that any form
@@ -148,18 +148,19 @@ def named_tile(text: str) -> tuple[str, tuple[int, ...]]:
 # Besides what is built in.
 OTHERS = {
     "short_conv": [
-        (8, 4, 16, 4), (8, 4, 64, 4), (8, 4, 32, 2), (8, 4, 32, 8), (8, 1, 32, 4), (4, 4, 32, 4), (4, 2, 64, 4),
+        (4, 4, 4, 6, 16, 48), (4, 4, 4, 6, 16, 192), (4, 4, 4, 6, 16, 16), (8, 4, 4, 7, 16, 96), (8, 4, 4, 7, 16, 32),
+        (8, 4, 4, 7, 16, 16),
     ],
     "short_conv_backward": [
-        (4, 2, 64, 2), (4, 2, 32, 4), (4, 2, 128, 4), (4, 4, 64, 4), (4, 1, 64, 4), (2, 4, 64, 4), (2, 2, 128, 4),
-        (8, 2, 64, 4),
+        (2, 4, 4, 9, 16, 80), (2, 4, 4, 9, 16, 48), (2, 4, 2, 9, 16, 160), (4, 2, 4, 8, 16, 160), (4, 2, 4, 8, 16, 80),
+        (4, 2, 4, 8, 16, 32), (4, 2, 2, 8, 16, 160), (2, 4, 8, 7, 16, 160),
     ],
     "gated_norm": [(4096, 1, 4), (1024, 1, 4), (1024, 4, 4), (2048, 4, 4), (2048, 1, 8), (1024, 1, 2)],
     "gated_norm_backward": [
         (2048, 1, 4), (1024, 4, 4), (1024, 16, 4), (2048, 4, 4), (2048, 8, 8), (1024, 16, 2),
     ],
     "delta_gates": [(2048, 4), (512, 4), (512, 2)],
-    "delta_gates_backward": [(2048, 4), (512, 4), (512, 2)],
+    "delta_gates_backward": [(1024, 4), (4096, 4), (2048, 8)],
     "swiglu": [(1024, 4), (4096, 4), (4096, 8), (2048, 8), (8192, 8)],
     "swiglu_backward": [(2048, 4), (2048, 8), (1024, 2), (4096, 8)],
 }  # fmt: skip
