@@ -19,21 +19,27 @@ from torch import Tensor
 from .activations import sigmoid, silu
 from .aot import AotCase
 from .primitives import rounded
+from .waves import multiprocessors, units_of_a_program
 
 
 class Tile(NamedTuple):
-    """Numbers of whole rows that a program holds at once, how often it takes as many, and its warps.
+    """How the work is shared out.
 
-    None depends on the number of rows, so that a row's bits do not.
+    Attributes:
+        numbers: of whole rows that a program holds at once.
+        warps: of a program.
+        resident: of the backward, programs that a multiprocessor holds at once, by their registers.
+        most: of the backward, how often a program takes as many rows, at the most. It does not change a row's bits.
     """
 
     numbers: int
-    rounds: int
     warps: int
+    resident: int = 0
+    most: int = 0
 
 
 # 16 numbers of each tensor a thread forward, 8 backward, where three tensors are held and the weight's gradient.
-FORWARD, BACKWARD = Tile(2048, 1, 4), Tile(1024, 8, 4)
+FORWARD, BACKWARD = Tile(2048, 4), Tile(1024, 4, 8, 64)
 
 
 @triton.jit
@@ -64,19 +70,16 @@ def gated_norm_kernel(
     V: tl.constexpr,
     BR: tl.constexpr,
     BV: tl.constexpr,
-    ROUNDS: tl.constexpr,
 ):
-    weight_RV = _weight(weight, V, BR, BV)
-    for turn in range(ROUNDS):
-        start, offset, mask = _tile(tl.program_id(0).to(tl.int64) * ROUNDS + turn, num_rows, V, BR, BV)
-        x_RV = tl.load(x + start + offset, mask=mask, other=0.0).to(tl.float32)
-        gate_RV = tl.load(gate + start + offset, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x_RV * x_RV, axis=1) / V + eps)
-        out = x_RV * rstd[:, None] * weight_RV * silu(gate_RV)
-        tl.store(y + start + offset, rounded(out, y.dtype.element_ty), mask=mask)
+    start, offset, mask = _tile(tl.program_id(0).to(tl.int64), num_rows, V, BR, BV)
+    x_RV = tl.load(x + start + offset, mask=mask, other=0.0).to(tl.float32)
+    gate_RV = tl.load(gate + start + offset, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x_RV * x_RV, axis=1) / V + eps)
+    out = x_RV * rstd[:, None] * _weight(weight, V, BR, BV) * silu(gate_RV)
+    tl.store(y + start + offset, rounded(out, y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "eps"])
+@triton.jit(do_not_specialize=["num_rows", "rounds", "eps"])
 def gated_norm_backward_kernel(
     grad_y,  # [N, V]
     x,  # [N, V]
@@ -86,16 +89,16 @@ def gated_norm_backward_kernel(
     grad_gate,  # [N, V]
     parts,  # [programs, V] float32: of the weight's gradient
     num_rows,
+    rounds,
     eps,
     V: tl.constexpr,
     BR: tl.constexpr,
     BV: tl.constexpr,
-    ROUNDS: tl.constexpr,
 ):
     weight_RV = _weight(weight, V, BR, BV)
     part_RV = tl.zeros([BR, BV], tl.float32)
-    for turn in range(ROUNDS):
-        start, offset, mask = _tile(tl.program_id(0).to(tl.int64) * ROUNDS + turn, num_rows, V, BR, BV)
+    for turn in range(rounds):
+        start, offset, mask = _tile(tl.program_id(0).to(tl.int64) * rounds + turn, num_rows, V, BR, BV)
         dy = tl.load(grad_y + start + offset, mask=mask, other=0.0).to(tl.float32)
         x_RV = tl.load(x + start + offset, mask=mask, other=0.0).to(tl.float32)
         gate_RV = tl.load(gate + start + offset, mask=mask, other=0.0).to(tl.float32)
@@ -121,7 +124,14 @@ def gated_norm_backward_kernel(
 
 def _constexprs(row_len: int, tile: Tile) -> dict[str, int]:
     columns = triton.next_power_of_2(row_len)
-    return dict(V=row_len, BR=max(1, tile.numbers // columns), BV=columns, ROUNDS=tile.rounds)
+    return dict(V=row_len, BR=max(1, tile.numbers // columns), BV=columns)
+
+
+def _share_out(x_NV: Tensor, rows: int, tile: Tile) -> tuple[int, int]:
+    """The number of programs, and how often each takes `rows`."""
+    steps = triton.cdiv(len(x_NV), rows)
+    rounds = units_of_a_program(steps, 1, tile.resident * multiprocessors(x_NV.device), tile.most)
+    return triton.cdiv(steps, rounds), rounds
 
 
 def forward(x_NV: Tensor, gate_NV: Tensor, weight_V: Tensor, eps: float, tile: Tile = FORWARD) -> Tensor:
@@ -130,7 +140,7 @@ def forward(x_NV: Tensor, gate_NV: Tensor, weight_V: Tensor, eps: float, tile: T
     num_rows, row_len = x.shape
     y = torch.empty_like(x)
     shape = _constexprs(row_len, tile)
-    grid = (triton.cdiv(num_rows, shape["BR"] * tile.rounds),)
+    grid = (triton.cdiv(num_rows, shape["BR"]),)
     gated_norm_kernel[grid](x, gate, weight, y, num_rows, eps, **shape, num_warps=tile.warps)
     return y
 
@@ -143,11 +153,11 @@ def backward(
     gate, weight = gate_NV.contiguous(), weight_V.contiguous()
     num_rows, row_len = x.shape
     shape = _constexprs(row_len, tile)
-    num_programs = triton.cdiv(num_rows, shape["BR"] * tile.rounds)
+    num_programs, rounds = _share_out(x, shape["BR"], tile)
     grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
     parts = torch.empty(num_programs, row_len, dtype=torch.float32, device=x.device)
     gated_norm_backward_kernel[(num_programs,)](
-        grad_y, x, gate, weight, grad_x, grad_gate, parts, num_rows, eps, **shape, num_warps=tile.warps
+        grad_y, x, gate, weight, grad_x, grad_gate, parts, num_rows, rounds, eps, **shape, num_warps=tile.warps
     )
     return grad_x, grad_gate, parts.sum(0)
 
@@ -155,7 +165,7 @@ def backward(
 def aot_cases() -> Iterator[AotCase]:
     forward = gated_norm_kernel, FORWARD, ("x", "gate", "weight", "y"), {}
     names = ("grad_y", "x", "gate", "weight", "grad_x", "grad_gate")
-    backward = gated_norm_backward_kernel, BACKWARD, names, {"parts": "*fp32"}
+    backward = gated_norm_backward_kernel, BACKWARD, names, {"parts": "*fp32", "rounds": "i32"}
     for kernel, tile, pointers, more in (forward, backward):
         for dtype, row_len in (("bf16", 128), ("fp32", 72)):
             types = {name: f"*{dtype}" for name in pointers} | more | dict(num_rows="i32", eps="fp32")

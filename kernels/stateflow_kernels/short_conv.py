@@ -18,7 +18,6 @@ What makes a cut invisible to the last bit:
 The gradients of weight and bias are sums over tokens: each program writes its own part, a second pass adds up.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ from torch import Tensor
 from .activations import sigmoid, silu
 from .aot import AotCase
 from .primitives import rounded
+from .waves import multiprocessors, units_of_a_program
 
 
 class Walk(NamedTuple):
@@ -39,8 +39,7 @@ class Walk(NamedTuple):
         channels: of a thread with W <= 4; a wider filter halves them. No more than 16 bytes of inputs.
         warps: the most of a program.
         unroll: tokens whose loads are issued together.
-        resident: programs that a multiprocessor holds at once, by their registers. They are to come in whole waves:
-            the last of two and a bit takes as long as the others.
+        resident: programs that a multiprocessor holds at once, by their registers.
         fewest, most: bounds of a program's tokens, multiples of `unroll`. More mean fewer halo tokens and fewer parts
             of the weight's gradient.
     """
@@ -419,19 +418,15 @@ def _constexprs(num_channels: int, width: int, itemsize: int, walk: Walk) -> tup
     return shape | dict(UNROLL=walk.unroll), num_warps
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def _share_out(x_BTC: Tensor, block_channels: int, walk: Walk) -> tuple[int, int]:
-    """The number of token blocks, and the tokens of each: as many blocks as fill some waves of programs."""
+    """The number of token blocks, and the tokens of each."""
     batch, num_tokens, num_channels = x_BTC.shape
-    of_a_block = batch * triton.cdiv(num_channels, block_channels)
-    at_once = walk.resident * _multiprocessors(x_BTC.device)
-    waves = max(1, triton.cdiv(num_tokens * of_a_block, at_once * walk.most))
-    length = triton.cdiv(num_tokens, max(1, waves * at_once // of_a_block))
-    length = min(max(triton.cdiv(length, walk.unroll) * walk.unroll, walk.fewest), walk.most)
+    programs_of_a_block = batch * triton.cdiv(num_channels, block_channels)
+    length = walk.unroll * units_of_a_program(
+        triton.cdiv(num_tokens, walk.unroll), programs_of_a_block, walk.resident * multiprocessors(x_BTC.device),
+        walk.most // walk.unroll,
+    )  # fmt: skip
+    length = max(length, walk.fewest)
     return triton.cdiv(num_tokens, length), length
 
 
