@@ -43,7 +43,7 @@ def project(x: Tensor, *linears: nn.Linear | tuple[nn.Linear, ...]) -> list[Tens
 
 
 def _only_multiplies(linear: nn.Linear) -> bool:
-    known = type(linear).forward in (nn.Linear.forward, adding_linear) or hasattr(linear, "put_off_by")
+    known = type(linear).forward in (nn.Linear.forward, adding_linear) or "put_off_by" in vars(linear)
     return known and linear.bias is None and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
@@ -52,7 +52,7 @@ def _taker(linear: nn.Linear) -> Taker | None:
     weight = linear.weight
     if not weight.requires_grad:
         return None
-    if hasattr(linear, "put_off_by"):
+    if "put_off_by" in vars(linear):  # see `pipeline.deferred`
         return functools.partial(linear.put_off_by.note, linear)
     return None if total_of(weight) is None else functools.partial(add_weight_gradients, weight, None)
 
