@@ -31,6 +31,7 @@ CHUNKS, WARM_UP, PER_TOKENS = 3, 3, 65536
 # The first that matches a kernel's name.
 KINDS = {
     "products": r"gemm|cutlass|cublas|nvjet|xmma",
+    "conv, gates": r"short_conv|gated_norm|delta_gates|swiglu",
     "recurrence": r"transition|pre_kernel|^out_kernel|_backward_kernel|gradients_kernel|local_kernel|scan_kernel",
     "additions": r"CUDAFunctor_add|AddFunctor",
     "everything else": "",

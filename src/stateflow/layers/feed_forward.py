@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from ..projections import project
 from ..recurrence import swiglu
 from . import initialize
 from .initialize import Initializer
@@ -39,4 +40,4 @@ class FeedForward(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """What w2 projects back, [..., hidden_dim]."""
-        return swiglu(self.w1(x), self.w3(x), backend=self.backend)
+        return swiglu(*project(x, self.w1, self.w3), backend=self.backend)
