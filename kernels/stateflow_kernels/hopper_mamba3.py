@@ -65,8 +65,8 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def local(prepared: Prepared, chunks: range, back: Backward | None = None) -> None:
-    """Local, of all heads; with `back` Local back in the same programs."""
+def local(prepared: Prepared, chunks: range) -> None:
+    """Local, of all heads."""
     from .hopper_mamba3_local import local_kernel
 
     problem, inputs = prepared.problem, prepared.problem.inputs
@@ -74,7 +74,6 @@ def local(prepared: Prepared, chunks: range, back: Backward | None = None) -> No
         *(local_kernel, _num_units(problem, chunks), problem),
         _tiles(inputs.x, problem.num_heads * problem.p_dim),
         *(_tiles(x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
-        *_back_tiles(problem, back),
         *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
         *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
         *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
@@ -84,12 +83,24 @@ def local(prepared: Prepared, chunks: range, back: Backward | None = None) -> No
     )
 
 
-def _back_tiles(problem: Problem, back: Backward | None) -> tuple:
-    if back is None:
-        return (None,) * 4
-    values = (problem.inputs.z, back.grad_y, back.grad_read)
-    tiles = (_tiles(x, problem.num_heads * problem.p_dim) for x in values)
-    return *tiles, _tiles(back.grad_states, problem.n_dim)
+def both(prepared: Prepared, chunks: range, back: Backward) -> None:
+    """Local and Local back, of all heads."""
+    from .hopper_mamba3_both import both_kernel
+
+    problem, inputs = prepared.problem, prepared.problem.inputs
+    num_units, columns = _num_units(problem, chunks), problem.num_heads * problem.p_dim
+    _launch(
+        *(both_kernel, min(num_units, _num_multiprocessors(problem.device)), problem),
+        *(_tiles(x, columns) for x in (inputs.x, inputs.z, back.grad_y)),
+        *(_tiles(x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
+        *(_tiles(back.grad_read, columns), _tiles(back.grad_states, problem.n_dim)),
+        *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
+        *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
+        *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
+        *(prepared.k_bound, prepared.v_bound, prepared.cos_sin_rows),
+        *(problem.num_tokens, problem.num_chunks, chunks.start, num_units),
+        ROW_REGISTERS=ROW_REGISTERS,
+    )
 
 
 def out(prepared: Prepared, chunks: range, y: Tensor) -> None:

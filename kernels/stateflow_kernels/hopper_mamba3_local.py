@@ -1,9 +1,9 @@
-"""Mamba-3's Local for Hopper, in Gluon, in the backward with Local back.
+"""Mamba-3's Local for Hopper, in Gluon. (The backward's, with Local back, is `hopper_mamba3_both`.)
 
 Local in Triton's form passes tiles from layout to layout and waits for each of its loads in turn. Here a program takes
 a few heads of one chunk, with what they share in registers, see `hopper_mamba3_tiles`. q and k go through shared
 memory, where the copy engine takes them from and k is the right operand of A = V^T (e kh), with e and s on the side of
-the values. So is q of Local back's A' = dY^T (gam Q), which therefore is taken in the same place.
+the values.
 
 In the notation of `mamba3`, with its layouts. For B = 1, 16-bit inputs and the sizes of `hopper_mamba3.SIZES`.
 """
@@ -30,30 +30,14 @@ from .hopper_mamba3_tiles import (
     numbers,
     place,
     rotation,
-    sigmoid,
     starts,
-    token_starts,
+    store_token,
     true_columns,
     turned,
     two_tiles,
 )
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
-
-
-@gluon.jit
-def _store_token(row_ptr, rows, last, pairs: gl.constexpr, wide: gl.constexpr, sizes: gl.constexpr):
-    """k of one token as a row of `k_bound`."""
-    N: gl.constexpr = sizes[0]
-    R: gl.constexpr = sizes[1]
-    C: gl.constexpr = sizes[2]
-    columns = gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, pairs)), 0)
-    ts = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, pairs)), 1)
-    gl.store(row_ptr + columns + 0 * ts, rows[0], mask=(ts == last) & (columns < R))
-    gl.store(row_ptr + R + columns + 0 * ts, rows[1], mask=(ts == last) & (columns < R))
-    columns = gl.expand_dims(gl.arange(0, N - 2 * R, layout=gl.SliceLayout(0, wide)), 0)
-    ts = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, wide)), 1)
-    gl.store(row_ptr + 2 * R + columns + 0 * ts, rows[2], mask=(ts == last) & (columns < N - 2 * R))
 
 
 @gluon.jit
@@ -79,10 +63,6 @@ def local_kernel(
     k_rows_desc,
     q_rows_desc,
     states_desc,
-    z_desc,
-    grad_y_desc,
-    grad_read_desc,
-    grad_states_desc,
     x_ptr,
     B_ptr,
     C_ptr,
@@ -114,13 +94,12 @@ def local_kernel(
     HEADS: gl.constexpr,
     HAS_DOCS: gl.constexpr,
 ):
-    """Local of one chunk and HEADS heads. Without the rows' tensors only what Scan needs; with dy's, Local back, too.
+    """Local of one chunk and HEADS heads. Without the rows' tensors only what Scan needs.
 
     `cos_sin_rows` [H, NC, C, 2R] float16, if wanted: R cosines, then R sines of every token's angle.
     """
     GROUPS: gl.constexpr = (H + HEADS - 1) // HEADS
     sizes: gl.constexpr = (N, R, C)
-    WITH_BACK: gl.constexpr = grad_y_desc is not None
     dtype: gl.constexpr = x_desc.dtype
     tile: gl.constexpr = x_desc.layout
     pairs: gl.constexpr = gl.BlockedLayout([C // 8, 1], [1, 32], [8, 1], [1, 0])
@@ -143,13 +122,6 @@ def local_kernel(
     descs, tiles, ready = (x_desc,), (x_tile,), (x_ready.index(0),)
     if q_rows_desc is not None:
         q_tiles = two_tiles(dtype, tile)
-    if WITH_BACK:
-        z_tile, grad_y_tile = two_tiles(dtype, tile)
-        scaled_back, grad_read = two_tiles(dtype, tile)
-        z_ready, grad_y_ready = barriers(1), barriers(1)
-        descs = (x_desc, z_desc, grad_y_desc)
-        tiles = (x_tile, z_tile, grad_y_tile)
-        ready = (x_ready.index(0), z_ready.index(0), grad_y_ready.index(0))
     fence_async_shared()
     fetch(descs, tiles, ready, (n * C,) * len(descs), (first_head * P,) * len(descs))
 
@@ -177,16 +149,11 @@ def local_kernel(
     if q_rows_desc is not None:
         C_biases = number_places(HEADS, N)
         keep(C_biases, C_bias)
-    to_end, from_start = exponential(last_sum - gate_sum), exponential(gate_sum)
+    to_end = exponential(last_sum - gate_sum)
     if HAS_DOCS:
-        line_start = token_starts(doc_start_ptr, num_tokens, n, HEADS, C)
         last_start = gl.load(doc_start_ptr + (gl.minimum(n * C + C, num_tokens) - 1)) - n * C
         to_end = gl.where(gl.arange(0, HEADS * C, layout=line) % C >= last_start, to_end, 0.0)
-        from_start = gl.where(line_start < 0, from_start, 0.0)
     keep(all_to_end, scale * to_end)
-    if WITH_BACK:
-        all_from_start = number_places(HEADS, C)
-        keep(all_from_start, from_start)
     # v of the last token.
     value = gl.arange(0, HEADS * P, layout=line)
     last_v = gl.load(x_ptr + ((token + last) * (H * P) + first_head * P + value), mask=value // P < heads, other=0.0)
@@ -211,22 +178,12 @@ def local_kernel(
             place(q_tiles, turned(C_groups, biases(C_biases.index(i), pairs, wide, R), sin, cos))
         k = turned(B_groups, biases(B_biases.index(i), pairs, wide, R), sin, cos)
         place(k_tiles, k)
-        if end >= C:  # so that the compiler knows which of a thread's tokens is none
-            _store_token(k_bound_ptr + (bound + 1) * N, k, C - 1, pairs, wide, sizes)
-        else:
-            _store_token(k_bound_ptr + (bound + 1) * N, k, last, pairs, wide, sizes)
+        # Of a whole chunk, so that the compiler knows which of a thread's tokens it is none of.
+        store_token(k_bound_ptr + (bound + 1) * N, k, C - 1, end >= C, pairs, wide, sizes)
         mbarrier.wait(x_ready.index(0), i & 1)
         weight = all_to_end.index(i).load(gl.SliceLayout(1, values))
         v = x_tile.load(values).to(gl.float32) * gl.expand_dims(weight, 1)
         scaled.store(v.to(dtype))
-        if WITH_BACK:
-            mbarrier.wait(z_ready.index(0), i & 1)
-            z = z_tile.load(values).to(gl.float32)
-            mbarrier.wait(grad_y_ready.index(0), i & 1)
-            grad = grad_y_tile.load(values).to(gl.float32) * (z * sigmoid(z))
-            grad_read.store(grad.to(dtype))
-            weight = all_from_start.index(i).load(gl.SliceLayout(1, values))
-            scaled_back.store((grad * gl.expand_dims(weight, 1)).to(dtype))
         fence_async_shared()
         row = (first_head + i) * num_chunks + n
         first, second = _multiply(scaled, k_tiles, acc)
@@ -234,27 +191,24 @@ def local_kernel(
             _write(q_rows_desc, q_tiles, row * C)
         if k_rows_desc is not None:
             _write(k_rows_desc, k_tiles, row * C)
-        if WITH_BACK:
-            tma.async_copy_shared_to_global(grad_read_desc, [n * C, (first_head + i) * P], grad_read)
         if i + 1 < heads:
             following = (first_head + i + 1) * P
             fetch(descs, tiles, ready, (n * C,) * len(descs), (following,) * len(descs))
         first, second = warpgroup_mma_wait(0, deps=(first, second))
         added[0].store(first.to(dtype))
         added[1].store(second.to(dtype))
-        if WITH_BACK:
-            first, second = _multiply(scaled_back, q_tiles, acc)
         fence_async_shared()
         _write(states_desc, added, row * P)
-        if WITH_BACK:
-            first, second = warpgroup_mma_wait(0, deps=(first, second))
-            # In the place of the products' operands.
-            scaled.store(first.to(dtype))
-            scaled_back.store(second.to(dtype))
-            fence_async_shared()
-            _write(grad_states_desc, (scaled, scaled_back), row * P)
     tma.store_wait(pendings=0)
 
+    if end < C:
+        for i in range(0, heads):
+            steps = all_dt.index(i).load(gl.SliceLayout(1, pairs))
+            before = all_theta.index(i).load(gl.SliceLayout(0, pairs))
+            sin, cos = rotation(speed, steps, before, start, ts, HAS_DOCS)
+            k = turned(B_groups, biases(B_biases.index(i), pairs, wide, R), sin, cos)
+            bound = (first_head + i).to(gl.int64) * (num_chunks + 1) + n
+            store_token(k_bound_ptr + (bound + 1) * N, k, last, True, pairs, wide, sizes)
     if n == 0:
         ns, vs = gl.arange(0, N, layout=line), gl.arange(0, P, layout=line)
         for i in range(0, heads):

@@ -19,38 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_mamba3_tiles import (
-    barriers,
-    bias_numbers,
-    biases,
-    groups,
-    keep,
-    number_places,
-    numbers,
-    place,
-    power_of_two,
-    release,
-    rotation,
-    sigmoid,
-    starts,
-    turned,
-)
+from .hopper_mamba3_rows import make_rows, num_rounds, unit_of
+from .hopper_mamba3_tiles import barriers, keep, number_places, numbers, power_of_two, release, sigmoid, starts
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk", "num_units"]
-
-
-@gluon.jit
-def _num_rounds(num_units):
-    """How many units this program has: every so many-th, as many as there are programs."""
-    return (num_units - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
-
-
-@gluon.jit
-def _unit(i, first_chunk, H: gl.constexpr, HEADS: gl.constexpr):
-    """The chunk of a unit of work, its first head, and the number of its heads."""
-    GROUPS: gl.constexpr = (H + HEADS - 1) // HEADS
-    first_head = i % GROUPS * HEADS
-    return first_chunk + i // GROUPS, first_head, gl.minimum(H - first_head, HEADS)
 
 
 @gluon.jit
@@ -64,9 +36,9 @@ def _fetch(descs, slots, full, empty, lengths, H: gl.constexpr, HEADS: gl.conste
     SLOTS: gl.constexpr = x_slots.shape[0]
     size: gl.constexpr = x_desc.block_type.nbytes + z_desc.block_type.nbytes + states_desc.block_type.nbytes
     step = 0
-    for i in range(0, _num_rounds(num_units)):
+    for i in range(0, num_rounds(num_units)):
         unit = gl.program_id(0) + i * gl.num_programs(0)
-        n, first_head, heads = _unit(unit, first_chunk, H, HEADS)
+        n, first_head, heads = unit_of(unit, first_chunk, H, HEADS)
         for head in range(first_head, first_head + heads):
             slot = step % SLOTS
             ready = full.index(slot)
@@ -80,64 +52,11 @@ def _fetch(descs, slots, full, empty, lengths, H: gl.constexpr, HEADS: gl.conste
 
 
 @gluon.jit
-def _make_rows(
-    pointers, places, tiles, full, empty, lengths, H: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
-    HAS_DOCS: gl.constexpr,
-):  # fmt: skip
-    """q and k of each head."""
-    B_ptr, C_ptr, B_norm_ptr, C_norm_ptr, B_bias_ptr, C_bias_ptr, B_factor_ptr, C_factor_ptr = pointers[0]
-    speed_ptr, dt_ptr, theta_ptr, doc_start_ptr = pointers[1]
-    all_dt, all_theta, C_biases, B_biases = places
-    HEADS: gl.constexpr = all_dt.shape[0]
-    C: gl.constexpr = all_dt.shape[1]
-    SLOTS: gl.constexpr = tiles[0].shape[0]
-    sizes: gl.constexpr = (N, R, C)
-    pairs: gl.constexpr = gl.BlockedLayout([C // 8, 1], [1, 32], [8, 1], [1, 0])
-    wide: gl.constexpr = gl.BlockedLayout([C // 8, (N - 2 * R) // 32], [1, 32], [8, 1], [1, 0])
-    num_tokens, num_chunks, first_chunk, num_units = lengths
-    ts = gl.arange(0, C, layout=gl.SliceLayout(1, pairs))
-    angles = gl.arange(0, R, layout=gl.SliceLayout(0, pairs))
-    by_angle = gl.expand_dims(ts, 1) * R + gl.expand_dims(angles, 0)
-    step = 0
-    for i in range(0, _num_rounds(num_units)):
-        unit = gl.program_id(0) + i * gl.num_programs(0)
-        n, first_head, heads = _unit(unit, first_chunk, H, HEADS)
-        token = n.to(gl.int64) * C
-        end = num_tokens - n * C
-        chunk = first_head.to(gl.int64) * num_chunks + n
-        dt = numbers(dt_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
-        theta = numbers(theta_ptr + chunk * R, num_chunks * R, heads, HEADS, R)
-        C_bias = bias_numbers(C_bias_ptr + first_head * N, heads, HEADS, N, R)
-        B_bias = bias_numbers(B_bias_ptr + first_head * N, heads, HEADS, N, R)
-        C_groups = groups(C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, end, pairs, wide, sizes)
-        B_groups = groups(B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, end, pairs, wide, sizes)
-        speed = gl.load(speed_ptr + token * R + by_angle, mask=gl.expand_dims(ts < end, 1), other=0.0)
-        start = starts(doc_start_ptr, num_tokens, n, C, gl.SliceLayout(1, pairs), HAS_DOCS)
-        keep(all_dt, dt)
-        keep(all_theta, theta)
-        keep(C_biases, C_bias)
-        keep(B_biases, B_bias)
-        for h in range(0, heads):
-            slot = step % SLOTS
-            steps = all_dt.index(h).load(gl.SliceLayout(1, pairs))
-            before = all_theta.index(h).load(gl.SliceLayout(0, pairs))
-            sin, cos = rotation(speed, steps, before, start, ts, HAS_DOCS)
-            mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)
-            q = turned(C_groups, biases(C_biases.index(h), pairs, wide, R), sin, cos)
-            place((tiles[0].index(slot), tiles[1].index(slot)), q)
-            k = turned(B_groups, biases(B_biases.index(h), pairs, wide, R), sin, cos)
-            place((tiles[2].index(slot), tiles[3].index(slot)), k)
-            fence_async_shared()
-            release(full.index(slot))
-            step += 1
-
-
-@gluon.jit
 def _numbers(pointers, unit, lengths, H: gl.constexpr, HEADS: gl.constexpr, C: gl.constexpr):
     """Gate sums, g and s of a unit; of none, where there is none."""
     gate_sum_ptr, own_ptr, scale_ptr, _, _ = pointers
     _, num_chunks, first_chunk, num_units = lengths
-    n, first_head, heads = _unit(unit, first_chunk, H, HEADS)
+    n, first_head, heads = unit_of(unit, first_chunk, H, HEADS)
     heads = gl.where(unit < num_units, heads, 0)
     first = (first_head.to(gl.int64) * num_chunks + n) * C
     sums = numbers(gate_sum_ptr + first, num_chunks * C, heads, HEADS, C)
@@ -169,9 +88,9 @@ def _read(
     num_tokens, num_chunks, first_chunk, num_units = lengths
     sums, own, scale = _numbers(pointers, gl.program_id(0), lengths, H, HEADS, C)
     step = 0
-    for i in range(0, _num_rounds(num_units)):
+    for i in range(0, num_rounds(num_units)):
         unit = gl.program_id(0) + i * gl.num_programs(0)
-        n, first_head, heads = _unit(unit, first_chunk, H, HEADS)
+        n, first_head, heads = unit_of(unit, first_chunk, H, HEADS)
         start = gl.expand_dims(starts(doc_start_ptr, num_tokens, n, C, by_row, HAS_DOCS), 1)
         keep(all_sums, sums * 1.4426950408889634)  # to base 2
         keep(all_own, own)
@@ -206,7 +125,6 @@ def _read(
             score = gl.where(seen, pair * decay, 0.0)
             score = gl.where(t == s, itself * pair + skip, score)
             scores.store(score.to(dtype))
-            fence_async_shared()
             y = warpgroup_mma_wait(0, deps=(y,))
             release(rows_empty.index(slot))
             y = warpgroup_mma(scores, x_slots.index(slot), y * from_start, is_async=True)
@@ -292,9 +210,10 @@ def out_kernel(
                 ),
             ),
             (
-                _make_rows,
+                make_rows,
                 (
-                    (of_rows, of_angles), row_places, tiles, rows_full, rows_empty, lengths, H, N, R, HAS_DOCS,
+                    (of_rows, of_angles), (None, None), row_places, tiles, rows_full, rows_empty, lengths,
+                    H, N, R, HAS_DOCS,
                 ),
             ),
             (_fetch, (descs, slots, loads_full, loads_empty, lengths, H, HEADS)),

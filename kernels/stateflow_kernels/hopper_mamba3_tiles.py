@@ -7,7 +7,7 @@ weights. Angles are sums within a thread and over the warps, and no tile moves b
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 
 @gluon.jit
@@ -140,7 +140,12 @@ def keep(place, values):
 
 @gluon.jit
 def release(barrier):
-    """Says that a place is free, or full: only when all warps are done with it."""
+    """Says that a place is free, or full: only when all warps are done with it.
+
+    A barrier alone does not keep the copy engine from a place that a load of this group still reads: the arithmetic
+    with what is loaded, and the wait for it, may come after the barrier. The fence is behind all loads.
+    """
+    fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(barrier)
 
@@ -206,3 +211,18 @@ def starts(doc_start_ptr, num_tokens, n, C: gl.constexpr, layout: gl.constexpr, 
         return gl.maximum(gl.load(doc_start_ptr + position) - n * C, -1).to(gl.int32)
     else:
         return gl.full([C], -1, gl.int32, layout)
+
+
+@gluon.jit
+def store_token(row_ptr, rows, last, wanted, pairs: gl.constexpr, wide: gl.constexpr, sizes: gl.constexpr):
+    """k of one token as a row of `k_bound`, if it is wanted."""
+    N: gl.constexpr = sizes[0]
+    R: gl.constexpr = sizes[1]
+    C: gl.constexpr = sizes[2]
+    columns = gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, pairs)), 0)
+    ts = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, pairs)), 1)
+    gl.store(row_ptr + columns + 0 * ts, rows[0], mask=(ts == last) & (columns < R) & wanted)
+    gl.store(row_ptr + R + columns + 0 * ts, rows[1], mask=(ts == last) & (columns < R) & wanted)
+    columns = gl.expand_dims(gl.arange(0, N - 2 * R, layout=gl.SliceLayout(0, wide)), 0)
+    ts = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, wide)), 1)
+    gl.store(row_ptr + 2 * R + columns + 0 * ts, rows[2], mask=(ts == last) & (columns < N - 2 * R) & wanted)

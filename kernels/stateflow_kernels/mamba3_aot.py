@@ -21,10 +21,6 @@ _LOW = {
     *("grad_dd_dt_ptr", "grad_dd_A_ptr", "grad_trap_ptr", "query_rows_ptr", "key_rows_ptr", "speed_rows_ptr"),
 }
 
-# What Local does not take in the forward, or without documents.
-_BACKWARD_ONLY = ("doc_start_ptr", "cos_sin_rows_ptr", "k_rows_desc", "q_rows_desc", "grad_y_desc", "grad_read_desc")
-_BACKWARD_ONLY += ("grad_states_desc",)
-
 
 def _case(name: str, kernel, tile: Tile) -> AotCase:
     values = dict(BATCH=1, H=_H, N=_N, P=_P, R=_R, C=CHUNK, BN=_N, BP=_P, BR=_R, BX=_N - 2 * _R, BV=tile.block_v)
@@ -45,16 +41,17 @@ def _specialized_cases() -> list[AotCase]:
     """For Hopper, where Triton is one that they are written for."""
     if not hopper.known_triton():
         return []
+    from .hopper_mamba3_both import both_kernel
     from .hopper_mamba3_local import local_kernel
     from .hopper_mamba3_out import out_kernel
 
+    # What there is none of in the forward and without documents.
+    without = dict.fromkeys(("doc_start_ptr", "cos_sin_rows_ptr", "k_rows_desc", "q_rows_desc"))
     cases = []
-    for kernel, is_forward in ((local_kernel, True), (local_kernel, False), (out_kernel, True)):
+    for kernel, absent in ((local_kernel, without), (local_kernel, {}), (out_kernel, without), (both_kernel, {})):
         names = kernel.arg_names
-        values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, HEADS=hopper_mamba3.HEADS, HAS_DOCS=not is_forward)
+        values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, HEADS=hopper_mamba3.HEADS, HAS_DOCS=not absent) | absent
         values |= dict(ROW_REGISTERS=hopper_mamba3.ROW_REGISTERS)
-        values |= dict.fromkeys(_BACKWARD_ONLY * is_forward)
-        values |= {"z_desc": None} if kernel is local_kernel and is_forward else {}
         values = {n: value for n, value in values.items() if n in names}
         kinds = {n: "*bf16" if n in _LOW else "*fp32" if n.endswith("_ptr") else "i32" for n in names}
         kinds |= dict(doc_start_ptr="*i64", cos_sin_rows_ptr="*fp16")
@@ -62,7 +59,7 @@ def _specialized_cases() -> list[AotCase]:
             width = _N if n == "states_desc" and kernel is out_kernel else CHUNK
             kinds[n] = f"tensordesc<bf16[{CHUNK},{width}],{hopper.layout(CHUNK, width, torch.bfloat16)!r}>"
         kinds = {n: kind for n, kind in kinds.items() if n in names and n not in values}
-        name = f"{kernel.__name__.removesuffix('_kernel')}, specialised" + ("" if is_forward else ", with all outputs")
+        name = f"{kernel.__name__.removesuffix('_kernel')}, specialised" + ("" if absent else ", with all outputs")
         options = (8, 1, hopper_mamba3.REGISTERS if kernel is local_kernel else None, (90,))
         cases.append(AotCase(name, kernel, kinds, values, *options))
     return cases + [_gradients_case(*options) for options in ((False, "bf16"), (True, "bf16"), (True, "fp16"))]

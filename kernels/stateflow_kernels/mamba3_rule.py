@@ -441,7 +441,7 @@ def backward(
     prepared.gates()
     in_one = hopper_mamba3.runs(problem, plan.local, plan.local_backward, given=(back.grad_y,))
     if in_one:
-        hopper_mamba3.local(prepared, back.whole, back)
+        hopper_mamba3.both(prepared, back.whole, back)
     else:
         prepared.local(plan.local, back.whole)
     states = side.run(0, partial(prepared.scan, plan.scan, back.whole))

@@ -32,7 +32,7 @@ def plan(monkeypatch):
 def launches(monkeypatch) -> list[str]:
     """Names of what was launched in this form."""
     found: list[str] = []
-    for name in ("local", "out"):
+    for name in ("local", "out", "both"):
         launch = getattr(hopper_mamba3, name)
         monkeypatch.setattr(hopper_mamba3, name, lambda *args, f=launch: found.append(f.__name__) or f(*args))
     return found
@@ -45,23 +45,31 @@ def test_outputs_and_all_gradients_equal_the_recurrence(with_docs, monkeypatch, 
     docs = documents(1, 150, rate=0.03) if with_docs else None
     with hopper_on_the_cpu(monkeypatch):
         results = check(inputs, docs)
-        assert launches == ["local", "out", "local"]
+        assert launches == ["local", "out", "both"]
         assert_same_bits(without_sums(run_in_pieces(inputs, docs, [64], **TRITON)), without_sums(results))
 
 
 @pytest.mark.parametrize("with_docs", [False, True])
-def test_local_leaves_what_tritons_does(with_docs, monkeypatch):
-    """With the cosines and sines, and the boundaries' k and v."""
+def test_what_the_backward_starts_with_is_what_tritons_leave(with_docs, monkeypatch):
+    """With the cosines and sines, and the boundaries' k and v; by the kernel for both and by those of their own."""
     torch.manual_seed(0)
     inputs = rule.Inputs(*(x.detach() for x in make_inputs(1, 100, 3, *SIZES, dtype=torch.float16)))
     docs = documents(1, 100, rate=0.03) if with_docs else None
+    grads = (torch.randn_like(inputs.x), *(torch.zeros_like(x) for x in inputs[14:]))
     left = []
     with hopper_on_the_cpu(monkeypatch):
-        for plan in (PLAN, DEFAULT):
+        for form in ("both", "specialised", "Triton's"):
+            plan = DEFAULT if form == "Triton's" else PLAN
             prepared = rule.Prepared(rule.Problem(inputs, docs, NORM_EPS, A_FLOOR))
+            back = rule.Backward(prepared, plan, grads)
             prepared.cos_sin_rows = prepared.problem.by_chunk(64, 64, dtype=torch.float16)
             prepared.gates()
-            prepared.local(plan.local, prepared.whole)
+            if form == "both":
+                hopper_mamba3.both(prepared, prepared.whole, back)
+            else:
+                prepared.local(plan.local, prepared.whole)
+                back.local(plan.local_backward)
             names = ("k_rows", "q_rows", "states", "k_bound", "v_bound", "cos_sin_rows")
-            left.append([getattr(prepared, name) for name in names])
-    assert_close(*left, 1e-3)
+            left.append([getattr(prepared, name) for name in names] + [back.grad_read, back.grad_states])
+    assert_close(left[0], left[2], 1e-3)
+    assert_close(left[1], left[2], 1e-3)

@@ -103,7 +103,7 @@ class Launches:
         without_rows.k_rows = without_rows.q_rows = None
         self.local_without_rows = partial(without_rows.local, plan.local, whole)
         # The backward's, where that takes both in one.
-        self.both_local = partial(hopper_mamba3.local, prepared, whole, back)
+        self.both_local = partial(hopper_mamba3.both, prepared, whole, back)
         self.keeps_rows = not hopper_mamba3.runs(problem, plan.local, plan.out)
         self.by_name: dict[str, Callable[[Tile], None]] = {
             "local": lambda tile: prepared.local(tile, whole),
