@@ -6,8 +6,9 @@ Compiles every case of the named modules of this package (without names: of all 
 `TARGETS` and prints one line of JSON a case: `module`, `case`, `arch`, `triton`, `num_warps`, `num_stages`,
 `registers` of a thread, `spill_bytes` (the stack frame of a thread; nothing but spilled registers lives there),
 `shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten`, `undefined`, `touched` and
-`under_way` (faults of compilers and of kernels, see the functions), and `failed` with the compiler's words instead of
-the last eight where it does not compile.
+`under_way` (faults of compilers and of kernels, see the functions), `serialized` (whether each product is waited for
+before the next one, as the assembler has it throughout a kernel where registers are too few somewhere), and `failed`
+with the compiler's words instead of the last nine where it does not compile.
 Exit status 1 if any case failed.
 """
 
@@ -116,6 +117,11 @@ def overwritten(ttgir: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def serialized(sass: str) -> bool:
+    """Whether there are nearly as many waits for products of warpgroups as products."""
+    return 2 * sass.count("WARPGROUP.DEPBAR") > sass.count("HGMMA") > 0
+
+
 def report(case: AotCase, arch: int) -> dict[str, object]:
     """What a compiled case takes."""
     compiled = compile_case(case, arch)
@@ -130,6 +136,7 @@ def report(case: AotCase, arch: int) -> dict[str, object]:
         "undefined": undefined(sass),
         "touched": touched(sass),
         "under_way": under_way(sass),
+        "serialized": serialized(sass),
     }
 
 

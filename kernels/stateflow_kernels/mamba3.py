@@ -241,6 +241,7 @@ def local_kernel(
     states_ptr,
     k_bound_ptr,
     v_bound_ptr,
+    cos_sin_rows_ptr,
     num_tokens,
     num_chunks,
     first_chunk,
@@ -259,7 +260,10 @@ def local_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Local of one chunk and head."""
+    """Local of one chunk and head.
+
+    `cos_sin_rows` [B, H, NC, C, 2R] float16, if wanted: R cosines, then R sines of every token's angle.
+    """
     pid = tl.program_id(0)
     n = first_chunk + pid // (BATCH * H)
     head = (pid % (BATCH * H)).to(tl.int64)
@@ -276,6 +280,10 @@ def local_kernel(
     scale = tl.load(scale_ptr + chunk * C + ts)
     gate_sum = tl.load(gate_sum_ptr + chunk * C + ts)
     cos, sin = rotation(speed, dt, theta_ptr + chunk * R, start, C, R, BR)
+    if cos_sin_rows_ptr is not None:
+        rows = cos_sin_rows_ptr + chunk * (C * 2 * R)
+        store_group(rows, ts, cos, 0, R, BR, 2 * R, C, True)
+        store_group(rows, ts, sin, R, R, BR, 2 * R, C, True)
     # The padding's rows are stored, too: whatever they are, no product gets anything of them.
     first, second, rest = turned_rows(
         C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, C_bias_ptr + (head % H) * N, in_chunk, cos, sin,

@@ -6,7 +6,7 @@ As the default plan launches them.
 import torch
 import triton.language as tl
 
-from . import mamba3, mamba3_backward, mamba3_finish, mamba3_gradients
+from . import hopper, hopper_mamba3, mamba3, mamba3_backward, mamba3_finish, mamba3_gradients
 from .aot import AotCase
 from .gated_delta_rule import CHUNK, Tile
 from .mamba3_rule import ONE_WARP, REGISTERS, SHARED_BACK, SHARED_TOKENS, SMALL, default_plan
@@ -26,14 +26,60 @@ def _case(name: str, kernel, tile: Tile) -> AotCase:
     values = dict(BATCH=1, H=_H, N=_N, P=_P, R=_R, C=CHUNK, BN=_N, BP=_P, BR=_R, BX=_N - 2 * _R, BV=tile.block_v)
     values |= dict(BT=SHARED_TOKENS, NB=_P // default_plan(_N, _P, torch.bfloat16).scan_backward.block_v)
     values |= dict(HAS_DOCS=True, DTYPE=tl.bfloat16, PRECISION="tf32", STAGES=tile.num_stages)
+    values |= dict(cos_sin_rows_ptr=None, GROUPS=_H)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
-    pointers = {n: "*bf16" if n in _LOW else "*fp32" for n in names if n.endswith("_ptr")}
+    pointers = {n: "*bf16" if n in _LOW else "*fp32" for n in names if n.endswith("_ptr") and n not in values}
     pointers |= {n: "*i64" for n in names if n == "doc_start_ptr"}
     numbers = {n: kind for n, kind in _NUMBERS.items() if n in names}
     lengths = {n: "i32" for n in names if n not in constexprs | pointers | numbers}
     options = (tile.num_warps, tile.num_stages, REGISTERS.get(kernel.__name__))
     return AotCase(name, kernel, pointers | numbers | lengths, constexprs, *options)
+
+
+def _specialized_cases() -> list[AotCase]:
+    """For Hopper, where Triton is one that they are written for."""
+    if not hopper.known_triton():
+        return []
+    from .hopper_mamba3_both import both_kernel
+    from .hopper_mamba3_local import local_kernel
+    from .hopper_mamba3_out import out_kernel
+
+    # What there is none of in the forward and without documents.
+    without = dict.fromkeys(("doc_start_ptr", "cos_sin_rows_ptr", "k_rows_desc", "q_rows_desc"))
+    cases = []
+    for kernel, absent in ((local_kernel, without), (local_kernel, {}), (out_kernel, without), (both_kernel, {})):
+        names = kernel.arg_names
+        values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, HEADS=hopper_mamba3.HEADS, HAS_DOCS=not absent) | absent
+        values |= dict(ROW_REGISTERS=hopper_mamba3.ROW_REGISTERS)
+        values = {n: value for n, value in values.items() if n in names}
+        kinds = {n: "*bf16" if n in _LOW else "*fp32" if n.endswith("_ptr") else "i32" for n in names}
+        kinds |= dict(doc_start_ptr="*i64", cos_sin_rows_ptr="*fp16")
+        for n in (n for n in names if n.endswith("_desc")):
+            width = _N if n == "states_desc" and kernel is out_kernel else CHUNK
+            kinds[n] = f"tensordesc<bf16[{CHUNK},{width}],{hopper.layout(CHUNK, width, torch.bfloat16)!r}>"
+        kinds = {n: kind for n, kind in kinds.items() if n in names and n not in values}
+        name = f"{kernel.__name__.removesuffix('_kernel')}, specialised" + ("" if absent else ", with all outputs")
+        options = (8, 1, hopper_mamba3.REGISTERS if kernel is local_kernel else None, (90,))
+        cases.append(AotCase(name, kernel, kinds, values, *options))
+    return cases + [_gradients_case(*options) for options in ((False, "bf16"), (True, "bf16"), (True, "fp16"))]
+
+
+def _gradients_case(has_docs: bool, kind: str) -> AotCase:
+    from .hopper_mamba3_gradients import gradients_kernel
+
+    tile = f"tensordesc<{kind}[{CHUNK},{CHUNK}],{hopper.layout(CHUNK, CHUNK, torch.bfloat16)!r}>"
+    values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, GROUP=hopper_mamba3.GRADIENT_HEADS, HAS_DOCS=has_docs)
+    pointers = {n: f"*{kind}" if n in _LOW else "*fp32" for n in gradients_kernel.arg_names if n.endswith("_ptr")}
+    pointers |= dict(doc_start_ptr="*i64")
+    if not has_docs:
+        del pointers["doc_start_ptr"]
+        values |= dict(doc_start_ptr=None)
+    others = [n for n in gradients_kernel.arg_names if n not in values | pointers]
+    others = {n: tile if n.endswith("_desc") else "i32" for n in others}
+    others |= dict(turns_desc=tile.replace(kind, "fp16"))
+    name = f"gradients, specialised, {kind}" + (" with documents" if has_docs else "")
+    return AotCase(name, gradients_kernel, pointers | others, values, 4, 1, archs=(90,))
 
 
 def aot_cases() -> list[AotCase]:
@@ -57,4 +103,5 @@ def aot_cases() -> list[AotCase]:
         "shared_backward": (mamba3_finish.shared_backward_kernel, SHARED_BACK),
     }
     cases = [_case(name, kernel, getattr(plan, name)) for name, kernel in planned.items()]
-    return cases + [_case(name, kernel, tile) for name, (kernel, tile) in fixed.items()]
+    cases += [_case(name, kernel, tile) for name, (kernel, tile) in fixed.items()]
+    return cases + _specialized_cases()

@@ -137,18 +137,18 @@ def gates_backward_kernel(
 @triton.jit
 def _through_norm(
     x_ptr, factor_ptr, norm_ptr, rows_ptr, grad_x_ptr, grad_norm_ptr, inside, token,
-    num_chunks, H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr,
+    num_chunks, GROUPS: tl.constexpr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of B or C from those of the heads' rows, and the tokens' part of the norm's weight.
+    """The gradients of B or C from those of the groups' rows, and the tokens' part of the norm's weight.
 
-    `rows`: where those of the first head and token are.
+    `rows`: where those of the first group of heads and token are.
     """
     ts = tl.arange(0, BT)
     ns = tl.arange(0, BN)
     mask = inside[:, None] & (ns < N)[None, :]
     grad = tl.zeros([BT, BN], tl.float32)
-    for h in tl.range(0, H, num_stages=STAGES):
+    for h in tl.range(0, GROUPS, num_stages=STAGES):
         grad += load_group(rows_ptr + h * num_chunks * (C * N), ts, 0, N, BN, N, BT, True).to(tl.float32)
     factor = tl.load(factor_ptr + token + ts, mask=inside, other=0.0)[:, None]
     ns = true_columns(ns, R)
@@ -186,6 +186,7 @@ def shared_backward_kernel(
     first_chunk,
     BATCH: tl.constexpr,
     H: tl.constexpr,
+    GROUPS: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
@@ -195,7 +196,10 @@ def shared_backward_kernel(
     HAS_DOCS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Shared back of BT tokens. `grad_B_norm`, `grad_C_norm`: [B, NC, C / BT, N], the programs' parts."""
+    """Shared back of BT tokens. `grad_B_norm`, `grad_C_norm`: [B, NC, C / BT, N], the programs' parts.
+
+    The rows are [B, GROUPS, NC, C, ..]: summed over the heads of a group, which is one head or some.
+    """
     PARTS: tl.constexpr = C // BT
     pid = tl.program_id(0)
     n = first_chunk + pid // (BATCH * PARTS)
@@ -206,14 +210,15 @@ def shared_backward_kernel(
     inside = ts < num_tokens - n * C - first
     part = ((batch * num_chunks + n) * PARTS + pid % PARTS) * N
     chunk = batch * H * num_chunks + n
-    rows = (chunk * C + first) * N
+    group = batch * GROUPS * num_chunks + n
+    rows = (group * C + first) * N
     _through_norm(
         B_ptr, B_factor_ptr, B_norm_ptr, key_rows_ptr + rows, grad_B_ptr, grad_B_norm_ptr + part, inside, token,
-        num_chunks, H, N, R, C, BT, BN, STAGES,
+        num_chunks, GROUPS, N, R, C, BT, BN, STAGES,
     )  # fmt: skip
     _through_norm(
         C_ptr, C_factor_ptr, C_norm_ptr, query_rows_ptr + rows, grad_C_ptr, grad_C_norm_ptr + part, inside, token,
-        num_chunks, H, N, R, C, BT, BN, STAGES,
+        num_chunks, GROUPS, N, R, C, BT, BN, STAGES,
     )  # fmt: skip
 
     angles = tl.arange(0, BR)
@@ -224,8 +229,15 @@ def shared_backward_kernel(
         tokens = (chunk + h * num_chunks) * C + first
         dt = tl.where(reached, tl.load(dt_ptr + tokens + ts), 0.0)
         carry = tl.load(carry_ptr + (chunk + h * num_chunks) * R + angles, mask=angles < R, other=0.0)
-        of_head = load_group(speed_rows_ptr + tokens * R, ts, 0, R, BR, R, BT, True).to(tl.float32)
-        grad += of_head + dt[:, None] * carry[None, :]
+        if GROUPS == H:
+            of_head = load_group(speed_rows_ptr + tokens * R, ts, 0, R, BR, R, BT, True).to(tl.float32)
+            grad += of_head + dt[:, None] * carry[None, :]
+        else:
+            grad += dt[:, None] * carry[None, :]
+    if GROUPS != H:
+        for h in tl.range(0, GROUPS, num_stages=STAGES):
+            tokens = (group + h * num_chunks) * C + first
+            grad += load_group(speed_rows_ptr + tokens * R, ts, 0, R, BR, R, BT, True).to(tl.float32)
     offset = token * R + ts[:, None] * R + angles[None, :]
     speed = tl.load(speed_ptr + offset, mask=mask, other=0.0)
     grad *= 3.141592653589793 - speed * speed * 0.3183098861837907

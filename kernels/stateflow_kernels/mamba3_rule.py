@@ -8,6 +8,7 @@ backward beside what does not need it:
     forward     Local1 -> (Scan1 || Local2) -> (Scan2 || Out1) -> Out2
     backward    Local -> (Scan || Local back) -> Scan back -> Queries -> Keys
 
+(Where Local and Local back are one kernel, Scan works beside Scan back.)
 Every kernel does the same with a segment as with the whole, so neither changes a bit.
 """
 
@@ -20,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
+from . import hopper_mamba3
 from . import mamba3 as kernels
 from . import mamba3_backward as backward_kernels
 from . import mamba3_finish as finish_kernels
@@ -31,6 +33,8 @@ SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 8)
 # Left alone, the compiler takes so many that two programs fit at once, where three hide more of the waiting.
 REGISTERS = {"local_kernel": 168}
 SHARED_TOKENS, SHARED_BACK = 16, Tile(16, 4, 6)
+# Whose tiles may say `specialized`: the form of `hopper_mamba3`, where that runs.
+SPECIALIZED = ("local", "out", "local_backward")
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Mamba3Plan:
     """A tile for each kernel, and what runs beside what.
 
     `block_v` of a tile is columns of P at a time, which are rows of S. `cuts`: shares of the chunks at which a forward
-    is cut into segments; `overlap_backward`: the backward's first scan runs beside another kernel.
+    is cut into segments; `overlap_backward`: the backward's first scan runs beside another kernel. `gradient_heads`:
+    Queries and Keys are one kernel, see `hopper_mamba3_gradients`, with up to so many heads a program, where that runs.
     """
 
     local: Tile = Tile(64, 4, 2)
@@ -50,6 +55,7 @@ class Mamba3Plan:
     key_gradients: Tile = Tile(64, 4, 2)
     cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
+    gradient_heads: int = 0
 
 
 def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Mamba3Plan:
@@ -170,7 +176,8 @@ class Problem:
 class Prepared:
     """What the forward's kernels leave for each other and for the backward's; each method launches one of them."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, with_rows: bool = True):
+        """`with_rows`: whether Local leaves q and k; Out for Hopper makes them itself."""
         self.problem = problem
         self.whole = range(problem.num_chunks)
         by_token, num_angles = (problem.batch, problem.num_tokens), problem.num_angles
@@ -183,7 +190,10 @@ class Prepared:
         self.turn, self.theta = problem.by_chunk(num_angles), problem.by_chunk(num_angles)
         bounds = (problem.batch, problem.num_heads, problem.num_chunks + 1)
         self.k_bound, self.v_bound = problem.empty(*bounds, problem.n_dim), problem.empty(*bounds, problem.p_dim)
-        self.states, self.k_rows, self.q_rows = problem.states(), *(problem.rows(problem.n_dim) for _ in "kq")
+        self.states = problem.states()
+        self.k_rows, self.q_rows = (problem.rows(problem.n_dim) if with_rows else None for _ in "kq")
+        # [B, H, NC, C, 2R] float16, for who wants it: Local leaves the cosines and sines of all tokens there.
+        self.cos_sin_rows: Tensor | None = None
         inputs = problem.inputs
         self.theta_out, self.state_out, self.k_out = map(torch.empty_like, (inputs.theta, inputs.state, inputs.k_last))
 
@@ -208,6 +218,9 @@ class Prepared:
 
     def local(self, tile: Tile, chunks: range) -> None:
         problem, inputs = self.problem, self.problem.inputs
+        if hopper_mamba3.runs(problem, tile):
+            hopper_mamba3.local(self, chunks)
+            return
         problem.per_chunk(
             kernels.local_kernel,
             tile,
@@ -215,7 +228,7 @@ class Prepared:
             *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
             *(problem.doc_start, inputs.k_last, inputs.v_last, self.B_factor, self.C_factor, self.speed),
             *(self.dt, self.scale, self.gate_sum, self.theta),
-            *(self.k_rows, self.q_rows, self.states, self.k_bound, self.v_bound),
+            *(self.k_rows, self.q_rows, self.states, self.k_bound, self.v_bound, self.cos_sin_rows),
         )
 
     def scan(self, tile: Tile, chunks: range) -> None:
@@ -226,6 +239,9 @@ class Prepared:
 
     def out(self, tile: Tile, chunks: range, y: Tensor) -> None:
         problem, inputs = self.problem, self.problem.inputs
+        if hopper_mamba3.runs(problem, tile):
+            hopper_mamba3.out(self, chunks, y)
+            return
         problem.per_chunk(
             kernels.out_kernel,
             tile,
@@ -244,17 +260,14 @@ class Backward:
         self.grad_y, self.grad_theta, self.grad_state, self.grad_k_last, self.grad_v_last = grads
         self.whole, self.grads = prepared.whole, Inputs(*map(torch.empty_like, problem.inputs))
         self.set_blocks(plan.scan_backward)
+        merges = hopper_mamba3.merges_gradients(problem, plan.gradient_heads, self.grad_y)
+        self.set_gradient_heads(plan.gradient_heads if merges else 0)
         # dY, before the gate z.
         self.grad_read = torch.empty_like(problem.inputs.x)
         self.grad_states, self.grad_v_bound = problem.states(), problem.by_chunk(problem.p_dim)
         self.owed_k = problem.by_chunk(problem.n_dim)
-        self.query_rows, self.key_rows = problem.rows(problem.n_dim), problem.rows(problem.n_dim)
-        self.speed_rows = problem.rows(problem.num_angles)
         self.query_bias, self.key_bias = problem.by_chunk(problem.n_dim), problem.by_chunk(problem.n_dim)
-        # What Queries leaves for Keys.
-        self.query_theta = problem.by_chunk(CHUNK, problem.num_angles)
-        self.query_gate, self.read_by = problem.tokens(), problem.tokens()
-        self.both, self.grad_both = problem.tokens(), problem.tokens()
+        self.grad_both = problem.tokens()
         self.grad_gate, self.grad_turn = problem.tokens(), problem.tokens()
         self.grad_scale, self.grad_own = problem.tokens(), problem.tokens()
         self.grad_dt_bias = problem.by_chunk()
@@ -267,6 +280,26 @@ class Backward:
         self.num_blocks = self.problem.num_blocks(tile)
         self.grad_k_bound = self.problem.by_chunk(self.num_blocks, self.problem.n_dim)
         self.grad_before = self.problem.by_chunk(self.num_blocks)
+
+    def set_gradient_heads(self, heads: int) -> None:
+        """How many heads a program of the one kernel for all gradients has at most; 0: there are two kernels.
+
+        It sums their rows. All programs have as many, or nearly.
+        """
+        problem = self.problem
+        self.num_groups = triton.cdiv(problem.num_heads, heads) if heads else problem.num_heads
+        self.gradient_heads = triton.cdiv(problem.num_heads, self.num_groups) if heads else 0
+        rows = (problem.batch, self.num_groups, problem.num_chunks, CHUNK)
+        widths = (problem.n_dim, problem.n_dim, problem.num_angles)
+        self.query_rows, self.key_rows, self.speed_rows = (
+            problem.empty(*rows, width, dtype=problem.dtype) for width in widths
+        )
+        if heads and self.prepared.cos_sin_rows is None:
+            self.prepared.cos_sin_rows = problem.by_chunk(CHUNK, 2 * problem.num_angles, dtype=torch.float16)
+        if not heads:
+            # What Queries leaves for Keys.
+            self.query_theta = problem.by_chunk(CHUNK, problem.num_angles)
+            self.query_gate, self.read_by, self.both = problem.tokens(), problem.tokens(), problem.tokens()
 
     def local(self, tile: Tile) -> None:
         prepared, inputs = self.prepared, self.problem.inputs
@@ -323,6 +356,10 @@ class Backward:
             *(self.grad_gate, self.grad_turn, self.turn_total, self.grad_scale, self.grad_own),
         )
 
+    def gradients(self) -> None:
+        """Queries and Keys in one, with as many heads a program as `set_gradient_heads` was told."""
+        hopper_mamba3.gradients(self)
+
     def finish(self) -> Inputs:
         """Carry, Gates back, Shared back, and the sums over tokens."""
         problem, prepared, grads, inputs = self.problem, self.prepared, self.grads, self.problem.inputs
@@ -349,6 +386,7 @@ class Backward:
             *(self.key_rows, self.query_rows, self.speed_rows),
             *(grads.B, grads.C, grads.angle, *self.grad_norms),
             programs=problem.batch * (CHUNK // SHARED_TOKENS),
+            GROUPS=self.num_groups,
         )
         B_norm, C_norm = self.grad_norms.sum((1, 2))
         sums = dict(
@@ -370,7 +408,7 @@ def forward(
     doc_start int64 [B, T] or None, contiguous. Shapes and types are the caller's business.
     """
     problem = Problem(inputs, doc_start, norm_eps, A_floor)
-    prepared = Prepared(problem)
+    prepared = Prepared(problem, with_rows=not hopper_mamba3.runs(problem, plan.local, plan.out))
     y = torch.empty_like(inputs.x)
     segments = problem.segments(plan.cuts)
     side = _SideStreams(problem.device, len(segments) > 1)
@@ -401,12 +439,20 @@ def backward(
     back = Backward(prepared, plan, grads)
     side = _SideStreams(problem.device, plan.overlap_backward)
     prepared.gates()
-    prepared.local(plan.local, back.whole)
+    in_one = hopper_mamba3.runs(problem, plan.local, plan.local_backward, given=(back.grad_y,))
+    if in_one:
+        hopper_mamba3.both(prepared, back.whole, back)
+    else:
+        prepared.local(plan.local, back.whole)
     states = side.run(0, partial(prepared.scan, plan.scan, back.whole))
-    back.local(plan.local_backward)
+    if not in_one:
+        back.local(plan.local_backward)
     grad_states = side.run(1, partial(back.scan, plan.scan_backward))
     side.wait(states)
     side.wait(grad_states)
-    back.query_gradients(plan.query_gradients)
-    back.key_gradients(plan.key_gradients)
+    if back.gradient_heads:
+        back.gradients()
+    else:
+        back.query_gradients(plan.query_gradients)
+        back.key_gradients(plan.key_gradients)
     return back.finish()

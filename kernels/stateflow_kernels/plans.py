@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import triton
 
-from . import assembler, gated_delta_rule, hopper, mamba3_rule
+from . import assembler, gated_delta_rule, hopper, hopper_mamba3, mamba3_rule
 from .gated_delta_rule import Tile
 from .plan_table import Environment, Shape, Table, bucket_of, load, normalized, numbers_of
 
@@ -135,6 +135,11 @@ def fallback_plan(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: i
     plan = DEFAULTS[family](k_dim, v_dim, dtype, shared_memory)
     if family == "gated_delta_rule" and dtype != torch.float32 and hopper.available(device):
         plan = _with_specialized_kernels(plan, k_dim, v_dim, shared_memory)
+    if family == "mamba3" and dtype != torch.float32 and hopper.available(device):
+        tiles = {name: dataclasses.replace(getattr(plan, name), specialized=True) for name in mamba3_rule.SPECIALIZED}
+        plan = dataclasses.replace(plan, **tiles)
+        if (k_dim, v_dim) in {size[:2] for size in hopper_mamba3.SIZES}:
+            plan = dataclasses.replace(plan, gradient_heads=hopper_mamba3.GRADIENT_HEADS)
     return plan
 
 

@@ -20,6 +20,12 @@ from torch import Tensor
 
 import stateflow_kernels
 
+# Those with kernels for Hopper; what imports from another comes after it.
+MODULES = (
+    *("hopper_transition", "hopper_gradients", "hopper_outputs", "hopper_prepare"),
+    *("hopper_mamba3_tiles", "hopper_mamba3_rows", "hopper_mamba3_local", "hopper_mamba3_out", "hopper_mamba3_both"),
+    *("hopper_mamba3_groups", "hopper_mamba3_gradients"),
+)
 SECONDS = 10  # no barrier takes longer: then it is a deadlock
 
 
@@ -54,6 +60,9 @@ class Registers:
     def split(self) -> tuple["Registers", "Registers"]:
         return tuple(Registers(x) for x in self.data.unbind(-1))
 
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
     def __neg__(self) -> "Registers":
         return Registers(-self.data)
 
@@ -76,10 +85,12 @@ def _operator(function, swapped: bool):
     return apply
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "rshift", "lt", "le", "gt", "ge", "eq"):
+for _name in (
+    "add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "rshift", "lt", "le", "gt", "ge", "eq", "ne",
+):  # fmt: skip
     _function = getattr(operator, _name)
     setattr(Registers, f"__{_name.strip('_')}__", _operator(_function, swapped=False))
-    if _name in ("add", "sub", "mul", "floordiv", "mod", "and_"):
+    if _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_"):
         setattr(Registers, f"__r{_name.strip('_')}__", _operator(_function, swapped=True))
 
 
@@ -107,6 +118,10 @@ class Shared:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
+    @property
+    def type(self):
+        return types.SimpleNamespace(layout=None)
+
     def index(self, i) -> "Shared":
         i = int(plain(i))
         return Shared(self.data[i], self.barriers and self.barriers[i])
@@ -118,7 +133,7 @@ class Shared:
         return Shared(self.data.permute(order))
 
     def _reinterpret(self, dtype, shape, layout) -> "Shared":
-        return Shared(self.data.view(shape))
+        return Shared(self.data.view(dtype).view(shape))
 
     def _keep_alive(self) -> None:
         pass
@@ -188,6 +203,7 @@ def _operand(x) -> Tensor:
 
 
 def _multiply(a, b, acc, use_acc=True, is_async=False) -> Registers:
+    assert a.data.dtype == b.data.dtype, "a product's operands are of one type"
     operands = _operand(a).clone(), _operand(b).clone()
     result = Registers(operands[0] @ operands[1] + (acc.data if use_acc else 0.0))
     assert is_async
@@ -245,29 +261,33 @@ def _store(pointer: Pointer, value: Registers, mask=None) -> None:
 def _load(pointer: Pointer, mask=None, other=None) -> Registers:
     if mask is None:
         return Registers(pointer.flat[pointer.offset])
-    inside = pointer.flat[torch.where(mask.data, pointer.offset, 0)]
-    return Registers(torch.where(mask.data, inside, other))
+    offset, mask = torch.broadcast_tensors(torch.as_tensor(pointer.offset), mask.data)
+    return Registers(torch.where(mask, pointer.flat[offset * mask], torch.tensor(other, dtype=pointer.flat.dtype)))
 
 
-def _scan(xs, axis: int, combine):
-    """From the first to the last; on a GPU in another order."""
-    parts = xs if isinstance(xs, tuple) else (xs,)
-    sums = [tuple(x[..., 0] for x in parts)]
-    assert axis == parts[0].data.ndim - 1
-    for i in range(1, parts[0].shape[axis]):
-        total = combine(*sums[-1], *(x[..., i] for x in parts))
-        sums.append(total if isinstance(total, tuple) else (total,))
-    scanned = tuple(Registers(torch.stack([x.data for x in column], axis)) for column in zip(*sums, strict=True))
-    return scanned if isinstance(xs, tuple) else scanned[0]
+def _scan(x, axis: int, combine):
+    """One tensor or several, along an axis."""
+    parts = [part.data.unbind(axis) for part in (x if isinstance(x, tuple) else (x,))]
+    sums = [[Registers(part[0]) for part in parts]]
+    for step in list(zip(*parts, strict=True))[1:]:
+        total = combine(*sums[-1], *map(Registers, step))
+        sums.append(list(total) if isinstance(total, tuple) else [total])
+    results = tuple(Registers(torch.stack([step.data for step in part], axis)) for part in zip(*sums, strict=True))
+    return results if isinstance(x, tuple) else results[0]
 
 
-def _assembly(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) -> Registers:
-    functions = {"ex2.approx.ftz.f32 $0, $1;": torch.exp2, "lg2.approx.ftz.f32 $0, $1;": torch.log2}
-    return Registers(functions[code](args[0].data))
+_INSTRUCTIONS = {
+    "sin": torch.sin, "cos": torch.cos, "ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal
+}  # fmt: skip
+
+
+def _inline(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) -> Registers:
+    return Registers(_INSTRUCTIONS[code.split(".")[0]](args[0].data))
 
 
 class _Kernel:
     program: int
+    programs: int
 
     def __init__(self, function):
         self.function = function
@@ -277,7 +297,9 @@ class _Kernel:
 
     def __getitem__(self, grid):
         def launch(*args, num_warps: int, maxnreg: int | None = None, **constants) -> None:
+            _group.products = []
             args = [Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in args]
+            _Kernel.programs = grid[0]
             for _Kernel.program in range(grid[0]):
                 _group.products = []
                 self.function(*args, **constants)
@@ -299,14 +321,15 @@ def _language() -> dict[str, types.ModuleType]:
     language = types.ModuleType("language")
     vars(language).update(
         constexpr=lambda x: x,
-        **{name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "int32", "int64")},
+        **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")},
         **dict.fromkeys(
             ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *_, **__: None
         ),
-        SwizzledSharedLayout=lambda **_: None,
+        SwizzledSharedLayout=lambda *_, **__: None,
         NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
         allocate_shared_memory=_allocate,
         program_id=lambda _: Registers(_Kernel.program),
+        num_programs=lambda _: Registers(_Kernel.programs),
         thread_barrier=lambda: None,
         static_range=range,
         arange=lambda start, end, layout: Registers(torch.arange(start, end)),
@@ -314,16 +337,21 @@ def _language() -> dict[str, types.ModuleType]:
         expand_dims=lambda x, axis: Registers(x.data.unsqueeze(axis)),
         convert_layout=lambda x, layout: x,
         exp=lambda x: Registers(x.data.exp()),
-        where=lambda condition, x, y: Registers(torch.where(condition.data, plain(x), plain(y))),
+        where=lambda condition, x, y: Registers(torch.where(torch.as_tensor(plain(condition)), plain(x), plain(y))),
         sum=lambda x, axis: Registers(x.data.sum(axis)),
         max=lambda x, axis: Registers(x.data.amax(axis)),
-        minimum=lambda x, y: Registers(torch.minimum(*map(torch.as_tensor, (plain(x), plain(y))))),
-        maximum=lambda x, y: Registers(torch.maximum(*map(torch.as_tensor, (plain(x), plain(y))))),
         rsqrt=lambda x: Registers(x.data.rsqrt()),
         zeros_like=lambda x: Registers(torch.zeros_like(x.data)),
+        minimum=lambda x, y: Registers(torch.minimum(*map(torch.as_tensor, (plain(x), plain(y))))),
+        maximum=lambda x, y: Registers(torch.maximum(*map(torch.as_tensor, (plain(x), plain(y))))),
+        full=lambda shape, value, dtype, layout: Registers(torch.full(shape, value, dtype=dtype)),
+        broadcast=lambda x, y: tuple(map(Registers, torch.broadcast_tensors(x.data, y.data))),
         join=lambda x, y: Registers(torch.stack([x.data, y.data], -1)),
+        permute=lambda x, order: Registers(x.data.permute(order)),
+        split=lambda x: tuple(map(Registers, x.data.unbind(-1))),
+        reshape=lambda x, shape: Registers(x.data.reshape(shape)),
         associative_scan=_scan,
-        inline_asm_elementwise=_assembly,
+        inline_asm_elementwise=_inline,
         load=_load,
         store=_store,
         warp_specialize=_specialize,
@@ -379,7 +407,7 @@ def hopper_on_the_cpu(monkeypatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(hopper, "available", lambda device: True)
         patch.setattr(hopper, "_tiles", Descriptor)
-        for name in ("hopper_transition", "hopper_gradients", "hopper_outputs", "hopper_prepare"):
+        for name in MODULES:
             module = emulated(name)
             patch.setitem(sys.modules, module.__name__, module)
             patch.setattr(stateflow_kernels, name, module, raising=False)

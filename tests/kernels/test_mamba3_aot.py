@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
+
+from stateflow_kernels.aot import serialized
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
@@ -29,18 +32,21 @@ def test_every_kernel_compiles_for_both_architectures(reports):
     names = {(r["case"], r["arch"]) for r in reports}
     kernels = {"local", "scan", "out", "local_backward", "scan_backward", "shared", "gates", "theta"}
     kernels |= {"query_gradients", "key_gradients", "owed", "carry", "gates_backward", "shared_backward"}
-    assert names == {(kernel, arch) for kernel in kernels for arch in (80, 90)}
+    specialized = {name for name, _ in names if "specialised" in name}
+    assert specialized or not triton.__version__.startswith("3.6.")
+    assert names == {(kernel, arch) for kernel in kernels for arch in (80, 90)} | {(name, 90) for name in specialized}
 
 
 def test_products_use_tensor_cores(reports):
     with_products = {"local", "out", "local_backward", "query_gradients", "key_gradients"}
     on_hopper = [r for r in reports if r["arch"] == 90]
-    assert {r["case"] for r in on_hopper if r["wgmma"]} == with_products
+    assert {r["case"] for r in on_hopper if r["wgmma"] and "specialised" not in r["case"]} == with_products
+    assert all(r["wgmma"] for r in on_hopper if "specialised" in r["case"])
 
 
 def test_the_walks_and_what_is_short_do_not_spill(reports):
-    heavy = ("local", "out", "query_gradients", "key_gradients")
-    assert not [r for r in reports if r["spill_bytes"] and r["case"] not in heavy]
+    heavy = ("local", "out", "query_gradients", "key_gradients", "gradients")
+    assert not [r for r in reports if r["spill_bytes"] and not r["case"].startswith(heavy)]
 
 
 def test_all_fit_into_shared_memory(reports):
@@ -49,3 +55,15 @@ def test_all_fit_into_shared_memory(reports):
 
 def test_no_loop_overwrites_what_its_products_read(reports):
     assert not [r for r in reports if r["overwritten"]]
+
+
+def test_products_of_specialised_kernels_do_not_wait_for_each_other(reports):
+    assert not [r["case"] for r in reports if "specialised" in r["case"] and r["serialized"]]
+
+
+def test_products_that_wait_for_each_other_are_found():
+    product = "HGMMA.64x64x16.F32.BF16 R56, gdesc[UR8], R56, gsb0 ;\n"
+    wait = "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+    assert serialized(4 * (product + wait))
+    assert not serialized(4 * product + wait)
+    assert not serialized("FADD R1, R2, R3 ;\n")

@@ -11,6 +11,7 @@ import torch
 
 import stateflow_kernels.plans
 from stateflow.recurrence import mamba3, mamba3_kernels, self_check
+from stateflow_kernels import hopper, hopper_mamba3
 from stateflow_kernels.mamba3_rule import Mamba3Plan
 from tests.kernels.test_mamba3_kernels import (
     BOUNDS,
@@ -32,6 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
 SIZES = [(128, 64, 32), (128, 64, 64), (64, 64, 16), (96, 96, 24), (128, 128, 32), (256, 256, 64), (32, 40, 8)]
 OVERLAP = dict(cuts=(0.3, 0.6), overlap_backward=True)
+TWO_KERNELS = dict(gradient_heads=0)
 GIB = 2**30
 
 
@@ -83,12 +85,45 @@ def test_long_sequences(heads):
     compare(run(inputs, None, **TRITON), [x.cpu() for x in run(high, None, backend="chunk")], bounds)
 
 
-@pytest.mark.parametrize("changes", [{}, OVERLAP], ids=["serial", "overlap"])
+@pytest.fixture
+def launches(monkeypatch) -> list:
+    """Of the one kernel for all gradients."""
+    if not hopper.available(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("needs Hopper, and a Triton that the kernel is written for")
+    found, launch = [], hopper_mamba3.gradients
+    monkeypatch.setattr(hopper_mamba3, "gradients", lambda back: found.append(back) or launch(back))
+    return found
+
+
+@pytest.mark.parametrize("with_docs", [False, True])
+@pytest.mark.parametrize("heads", [1, 3, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_all_gradients_from_one_kernel(dtype, heads, with_docs, monkeypatch, launches):
+    use_default_with(monkeypatch, gradient_heads=heads)
+    torch.manual_seed(0)
+    inputs = make(1, 300, 7, 128, 64, 32, dtype=dtype)
+    docs = documents(1, 300, rate=0.02) if with_docs else None
+    results = run(inputs, docs, **TRITON)
+    assert launches
+    compare(results, run(exact(inputs), docs, backend="chunk"), BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("changes", [{}, OVERLAP, TWO_KERNELS], ids=["serial", "overlap", "two kernels"])
+def test_cuts_and_splits_of_one_sequence_give_the_same_bits(changes, monkeypatch):
+    use_default_with(monkeypatch, **changes)
+    torch.manual_seed(0)
+    inputs = make(1, 1000, 20, 128, 64, 32)
+    docs = documents(1, 1000, rate=0.005)
+    whole = without_sums(run(inputs, docs, **TRITON))
+    assert_same_bits(without_sums(run_in_pieces(inputs, docs, [128, 192, 896], **TRITON)), whole)
+
+
+@pytest.mark.parametrize("changes", [{}, OVERLAP, TWO_KERNELS], ids=["serial", "overlap", "two kernels"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_hundred_runs_give_the_same_bits(dtype, changes, monkeypatch):
     use_default_with(monkeypatch, **changes)
     torch.manual_seed(0)
-    inputs = make(1, 1000, 8, 128, 64, 32, dtype=dtype)
+    inputs = make(1, 1000, 20, 128, 64, 32, dtype=dtype)
     docs = documents(1, 1000, rate=0.005)
     first = run(inputs, docs, **TRITON)
     for _ in range(99):

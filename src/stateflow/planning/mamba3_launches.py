@@ -3,19 +3,24 @@
     python -m stateflow.planning.mamba3_launches --heads 80 40 24 --tokens 32768
 
 checks the default plan against float64 on the current GPU, then prints the device time of each kernel and of the
-whole forward and backward in ms.
+whole forward and backward in ms. Also of the one kernel in the place of query_gradients and key_gradients, as planned
+and, with `--gradient-heads 8 16`, with so many heads a program; plans with these are checked and timed as a whole, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from stateflow.recurrence.mamba3_kernels import A_FLOOR, NORM_EPS, Problem, random_inputs
+from stateflow_kernels import hopper_mamba3
 from stateflow_kernels import mamba3_rule as rule
 from stateflow_kernels.gated_delta_rule import Tile
 from stateflow_kernels.mamba3_rule import Mamba3Plan
@@ -84,10 +89,22 @@ class Launches:
         prepared = rule.Prepared(problem)
         self.y = torch.empty_like(inputs.x)
         plan = rule.default_plan(shape.k_dim, shape.v_dim, problem.dtype) if fill is None else fill
-        back = rule.Backward(prepared, plan, grads)
+        # With what either form of the gradients needs.
+        back = rule.Backward(prepared, dataclasses.replace(plan, gradient_heads=0), grads)
+        self.merges_gradients = hopper_mamba3.merges_gradients(problem, 1, back.grad_y)
+        if self.merges_gradients:
+            back.set_gradient_heads(1)
+        self.back = back
         whole = prepared.whole
         prepared.gates()
         self.gates, self.finish = prepared.gates, back.finish
+        # The forward's, where that keeps no rows of q and k.
+        without_rows = copy.copy(prepared)
+        without_rows.k_rows = without_rows.q_rows = None
+        self.local_without_rows = partial(without_rows.local, plan.local, whole)
+        # The backward's, where that takes both in one.
+        self.both_local = partial(hopper_mamba3.both, prepared, whole, back)
+        self.keeps_rows = not hopper_mamba3.runs(problem, plan.local, plan.out)
         self.by_name: dict[str, Callable[[Tile], None]] = {
             "local": lambda tile: prepared.local(tile, whole),
             "scan": lambda tile: prepared.scan(tile, whole),
@@ -108,15 +125,25 @@ class Launches:
         back.scan(tile)
 
 
-def _time_kernels(shape: Shape, device: torch.device, plan: Mamba3Plan, measure) -> dict[str, float]:
+def _time_kernels(
+    shape: Shape, device: torch.device, plan: Mamba3Plan, measure, gradient_heads: list[int]
+) -> dict[str, float]:
     launches = Launches(shape, shape.tokens, device, fill=plan)
     times = {"gates": measure(launches.gates)}
     for name in KERNELS:
         times[name] = measure(lambda name=name: launches.by_name[name](getattr(plan, name)))
-    return times | {"finish": measure(launches.finish)}
+        if name == "local" and not launches.keeps_rows:
+            times["local without rows"] = measure(launches.local_without_rows)
+            times["local with local_backward"] = measure(launches.both_local)
+    times["finish"] = measure(launches.finish)
+    for heads in gradient_heads if launches.merges_gradients else ():
+        launches.back.set_gradient_heads(heads)
+        times[f"gradients of {heads} heads a program"] = measure(launches.back.gradients)
+        times[f"finish after {heads}"] = measure(launches.finish)
+    return times
 
 
-def time_all(shape: Shape, say=print) -> None:
+def time_all(shape: Shape, gradient_heads: list[int], say=print) -> None:
     """Prints the device time of every kernel with its default tile, median of 11 runs."""
     from stateflow.bench.measure import time_call
     from stateflow.recurrence import self_check
@@ -124,19 +151,27 @@ def time_all(shape: Shape, say=print) -> None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     plan = choice_for(shape, device).plan
-    trial = self_check.run(problem_of(shape, device), plan).trials[0]
-    missed = trial.misses(problem_of(shape, device).bounds)
-    say(f"{shape}: {'wrong: ' + ', '.join(missed) if missed else 'right'}")
-    say(f"  errors {', '.join(f'{name} {error:.1e}' for name, error in trial.errors.items())}")
+    plans = {"": plan} | {
+        f"{heads} heads a program: ": dataclasses.replace(plan, gradient_heads=heads) for heads in gradient_heads
+    }
 
-    def measure(call: Callable[[], object]) -> float:
-        return time_call(call, runs=11, warm_up=2, ahead_ms=0.4).median
+    def measure(call: Callable[[], object], ahead_ms: float = 0.4) -> float:
+        return time_call(call, runs=11, warm_up=2, ahead_ms=ahead_ms).median
 
-    times = _time_kernels(shape, device, plan, measure)
+    for name, changed in plans.items():
+        trial = self_check.run(problem_of(shape, device), changed).trials[0]
+        missed = trial.misses(problem_of(shape, device).bounds)
+        say(f"{shape}: {name}{'wrong: ' + ', '.join(missed) if missed else 'right'}")
+        say(f"  errors {', '.join(f'{name} {error:.1e}' for name, error in trial.errors.items())}")
+    planned = [plan.gradient_heads] if plan.gradient_heads else []
+    times = _time_kernels(shape, device, plan, measure, list(dict.fromkeys(planned + gradient_heads)))
     say("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()) + " ms")
     call = Call(shape, shape.tokens, device)
-    forward, backward = measure(lambda: call.forward(plan)), measure(lambda: call.backward(plan, ()))
-    say(f"  forward {forward:.3f} ms, backward {backward:.3f} ms, both {forward + backward:.3f} ms")
+    for name, changed in plans.items():
+        # So long do their launches take on a slow host.
+        forward = measure(partial(call.forward, changed), ahead_ms=3.0)
+        backward = measure(partial(call.backward, changed, ()), ahead_ms=3.0)
+        say(f"  {name}forward {forward:.3f} ms, backward {backward:.3f} ms, both {forward + backward:.3f} ms")
 
 
 def main(arguments: list[str]) -> int:
@@ -146,11 +181,12 @@ def main(arguments: list[str]) -> int:
     for name, default in (("n-dim", 128), ("p-dim", 64), ("angles", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--gradient-heads", type=int, nargs="+", default=[])
     options = parser.parse_args(arguments)
     sizes = (options.n_dim, options.p_dim, options.dtype, 1)
     for heads in options.heads:
         for tokens in options.tokens:
-            time_all(Shape("mamba3", heads, 1, *sizes, tokens, options.angles))
+            time_all(Shape("mamba3", heads, 1, *sizes, tokens, options.angles), options.gradient_heads)
     return 0
 
 

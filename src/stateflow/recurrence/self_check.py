@@ -187,8 +187,7 @@ def safe_plans(problem: Checkable, plan) -> list:
         for name, value in values.items()
         if dataclasses.is_dataclass(value)
     }
-    if "gradient_chunks" in values:
-        tiles["gradient_chunks"] = 0
+    tiles |= {name: 0 for name in ("gradient_chunks", "gradient_heads") if name in values}
     return list(dict.fromkeys([plan, default, dataclasses.replace(default, **tiles)]))
 
 

@@ -1,0 +1,157 @@
+"""Launches Mamba-3's kernels for Hopper, where they run; everywhere else the kernels are `mamba3`'s."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from . import hopper
+
+if TYPE_CHECKING:
+    from .gated_delta_rule import Tile
+    from .mamba3_rule import Backward, Prepared, Problem
+
+SIZES = ((128, 64, 32),)  # N, P, R
+CHUNK = 64
+# What a program's heads share is loaded once; fewer programs are less even.
+HEADS = 8
+# Those of the one kernel for all gradients, at most.
+GRADIENT_HEADS = 20
+# Of a thread of Local: two programs then fit at once. And of those warps of Out that make q and k, beside which the
+# others keep enough.
+REGISTERS, ROW_REGISTERS = 128, 120
+
+
+def runs(problem: Problem, *tiles: Tile, given: tuple[Tensor, ...] = ()) -> bool:
+    """Whether kernels with these tiles are launched in this form.
+
+    `given`: tensors from the caller beside the inputs; the copy engine takes multiples of 16 bytes.
+    """
+    return (
+        all(tile.specialized for tile in tiles)
+        and problem.batch == 1
+        and problem.dtype != torch.float32
+        and (problem.n_dim, problem.p_dim, problem.num_angles) in SIZES
+        and all(x.data_ptr() % 16 == 0 for x in (problem.inputs.x, problem.inputs.z, *given))
+        and hopper.available(problem.device)
+    )
+
+
+def _tiles(x: Tensor | None, columns: int, width: int = CHUNK):
+    """x [.., columns] in tiles of this width, 64 rows each."""
+    return None if x is None else hopper._tiles(x.view(-1, columns), CHUNK, width)
+
+
+def _launch(kernel, programs: int, problem: Problem, *args, **options) -> None:
+    kernel[(programs,)](
+        *args,
+        **{name: problem.constants[name] for name in ("H", "N", "P", "R", "C", "HAS_DOCS")},
+        HEADS=HEADS,
+        num_warps=8,
+        **options,
+    )
+
+
+def _num_units(problem: Problem, chunks: range) -> int:
+    return len(chunks) * triton.cdiv(problem.num_heads, HEADS)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def local(prepared: Prepared, chunks: range) -> None:
+    """Local, of all heads."""
+    from .hopper_mamba3_local import local_kernel
+
+    problem, inputs = prepared.problem, prepared.problem.inputs
+    _launch(
+        *(local_kernel, _num_units(problem, chunks), problem),
+        _tiles(inputs.x, problem.num_heads * problem.p_dim),
+        *(_tiles(x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
+        *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
+        *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
+        *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
+        *(prepared.k_bound, prepared.v_bound, prepared.cos_sin_rows),
+        *(problem.num_tokens, problem.num_chunks, chunks.start),
+        maxnreg=REGISTERS,
+    )
+
+
+def both(prepared: Prepared, chunks: range, back: Backward) -> None:
+    """Local and Local back, of all heads."""
+    from .hopper_mamba3_both import both_kernel
+
+    problem, inputs = prepared.problem, prepared.problem.inputs
+    num_units, columns = _num_units(problem, chunks), problem.num_heads * problem.p_dim
+    _launch(
+        *(both_kernel, min(num_units, _num_multiprocessors(problem.device)), problem),
+        *(_tiles(x, columns) for x in (inputs.x, inputs.z, back.grad_y)),
+        *(_tiles(x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
+        *(_tiles(back.grad_read, columns), _tiles(back.grad_states, problem.n_dim)),
+        *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
+        *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
+        *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
+        *(prepared.k_bound, prepared.v_bound, prepared.cos_sin_rows),
+        *(problem.num_tokens, problem.num_chunks, chunks.start, num_units),
+        ROW_REGISTERS=ROW_REGISTERS,
+    )
+
+
+def out(prepared: Prepared, chunks: range, y: Tensor) -> None:
+    """Out, of all heads."""
+    from .hopper_mamba3_out import out_kernel
+
+    problem, inputs = prepared.problem, prepared.problem.inputs
+    x, z, y = (_tiles(tensor, problem.num_heads * problem.p_dim) for tensor in (inputs.x, inputs.z, y))
+    num_units = _num_units(problem, chunks)
+    _launch(
+        *(out_kernel, min(num_units, _num_multiprocessors(problem.device)), problem),
+        *(x, z, _tiles(prepared.states, problem.n_dim, problem.n_dim), y),
+        *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias, inputs.D),
+        *(problem.doc_start, prepared.B_factor, prepared.C_factor, prepared.speed),
+        *(prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.theta),
+        *(problem.num_tokens, problem.num_chunks, chunks.start, num_units),
+        ROW_REGISTERS=ROW_REGISTERS,
+    )
+
+
+def merges_gradients(problem: Problem, heads_a_program: int, grad_y: Tensor) -> bool:
+    """Whether Queries and Keys of this problem are launched as one kernel."""
+    inputs = problem.inputs
+    return (
+        heads_a_program > 0
+        and problem.batch == 1
+        and problem.dtype != torch.float32
+        and (problem.n_dim, problem.p_dim, problem.num_angles) in SIZES
+        and all(x.data_ptr() % 16 == 0 for x in (inputs.x, inputs.z, grad_y))
+        and hopper.available(problem.device)
+    )
+
+
+def gradients(back: Backward) -> None:
+    """Queries and Keys, of all heads."""
+    from . import hopper_mamba3_gradients
+
+    problem, prepared, inputs, grads = back.problem, back.prepared, back.problem.inputs, back.grads
+    values = problem.num_heads * problem.p_dim
+    hopper_mamba3_gradients.gradients_kernel[(problem.num_chunks * back.num_groups,)](
+        *(_tiles(x, values) for x in (inputs.x, back.grad_read, inputs.z, back.grad_y)),
+        *(_tiles(x, problem.n_dim) for x in (prepared.states, back.grad_states, prepared.k_rows, prepared.q_rows)),
+        _tiles(prepared.cos_sin_rows, 2 * problem.num_angles),
+        *(_tiles(x, values) for x in (grads.z, grads.x)),
+        *(problem.doc_start, prepared.speed, inputs.D),
+        *(prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.decay, prepared.k_bound),
+        *(back.owed_k, back.grad_v_bound, back.grad_v_last),
+        *(back.query_rows, back.key_rows, back.speed_rows, back.query_bias, back.key_bias),
+        *(back.grad_gate, back.grad_turn, back.turn_total, back.grad_scale, back.grad_own, back.grad_both),
+        *(problem.num_tokens, problem.num_chunks, 0),
+        **{name: problem.constants[name] for name in ("H", "N", "P", "R", "C", "HAS_DOCS")},
+        GROUP=back.gradient_heads,
+        num_warps=4,
+    )

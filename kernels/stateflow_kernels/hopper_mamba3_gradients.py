@@ -1,0 +1,435 @@
+"""Mamba-3's Queries and Keys in one kernel for Hopper, in Gluon: each tile of a chunk and head is read once.
+
+The two kernels of `mamba3_gradients`, whose docstring says what is computed and what must cancel, wait for memory and
+for each other's warps more than they compute. Here three warpgroups (`hopper_mamba3_groups`) share the tiles of one
+chunk and head in shared memory: one has the pairs of tokens and the gradients of the queries, one those of the keys and
+of the turns, one those of z and x. A warp has the copy engine fetch the next head's tiles, each as soon as all that
+read its place are done; one has it write; one makes the numbers of each token from the gates and, at the end, the
+gradients of the gates.
+
+A program walks through some heads of one chunk. So what is summed over heads, the parts of B's, C's and the speeds'
+gradients, stays in registers and is written once for them all.
+
+All tiles are 64 x 64. Of q, k, S and E there are two each: the columns that turn (of each pair the first, then the
+second) and the rest. What a token reads of itself is on the diagonal of the scores, rounded with them as in the
+forward.
+
+For B = 1, N = 128, P = 64, R = 32 and 16-bit inputs. All barriers are waited for before the products that follow are
+started, and the products before the next barrier.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from .hopper_mamba3_groups import (
+    AT_END,
+    BOTH,
+    COUNT,
+    DT,
+    FROM_START,
+    FROM_STATE,
+    GATE,
+    GATE_SUM,
+    GRAD_BOTH,
+    GRAD_STATE,
+    GRADS,
+    LOG_COLUMN,
+    LOG_ROW,
+    NUMBERS,
+    OF_QUERIES,
+    OF_VALUES,
+    OWED_K,
+    OWED_TURN,
+    OWED_V,
+    OWN,
+    QUERY_SUMS,
+    READERS,
+    ROWS,
+    SCALE,
+    SKIP,
+    STATE,
+    TAKERS,
+    TO_END,
+    TRACE,
+    VALUE_SUMS,
+    VALUES,
+    keys,
+    queries,
+    reciprocal,
+    release,
+    starts,
+    values,
+)
+
+_LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
+
+
+@gluon.jit
+def _gates(i, numbers, query_sums, value_sums, barriers, ptrs, head, n, num_chunks, C: gl.constexpr):
+    """The gradients of the i-th head's gate sums and of s and g."""
+    decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr = ptrs
+    _, _, made, taken = barriers
+    line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
+    ts = gl.arange(0, C, layout=line)
+    place = i & 1
+    chunk = (head + i).to(gl.int64) * num_chunks + n
+    scale = numbers.index(COUNT * place + SCALE).load(line)
+    decay = gl.load(decay_ptr + chunk)
+    mbarrier.wait(made.index(OF_QUERIES + place), i >> 1 & 1)
+    read_by = query_sums.index(QUERY_SUMS * place + LOG_COLUMN).load(line)
+    grad_gate = query_sums.index(QUERY_SUMS * place + LOG_ROW).load(line) - read_by
+    both = query_sums.index(QUERY_SUMS * place + BOTH).load(line)
+    release(taken.index(OF_QUERIES + place))
+    mbarrier.wait(made.index(OF_VALUES + place), i >> 1 & 1)
+    at_end = value_sums.index(VALUE_SUMS * place + AT_END).load(line)
+    grad_both = value_sums.index(VALUE_SUMS * place + GRAD_BOTH).load(line)
+    trace = value_sums.index(VALUE_SUMS * place + TRACE).load(line)
+    grad_gate += value_sums.index(VALUE_SUMS * place + FROM_STATE).load(line)
+    release(taken.index(OF_VALUES + place))
+    of_state = gl.sum(at_end, axis=0) + decay * gl.sum(trace, axis=0)
+    grad_gate = grad_gate - at_end + gl.where(ts == C - 1, of_state, 0.0)
+    # <k, dkh>, from what is there: see `key_gradients_kernel`.
+    per_scale = gl.where(scale > 0.0, reciprocal(gl.where(scale > 0.0, scale, 1.0)), 0.0)
+    grad_scale = (read_by + at_end) * per_scale
+    gl.store(grad_gate_ptr + (chunk * C + ts), grad_gate)
+    gl.store(grad_scale_ptr + (chunk * C + ts), grad_scale)
+    gl.store(grad_own_ptr + (chunk * C + ts), grad_scale + grad_both * both)
+    gl.store(grad_both_ptr + (chunk * C + ts), grad_both)
+
+
+@gluon.jit
+def _numbers(
+    numbers, query_sums, value_sums, barriers, token_ptrs, owed_ptrs, gate_ptrs, doc_start_ptr, head, n, num_tokens,
+    num_chunks, steps, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, R: gl.constexpr, HAS_DOCS: gl.constexpr,
+):  # fmt: skip
+    """The numbers of each head's tokens, and then the gates of the head before."""
+    dt_ptr, own_ptr, scale_ptr, gate_sum_ptr, D_ptr = token_ptrs
+    grad_v_out_ptr, grad_v_bound_ptr, owed_k_ptr, k_bound_ptr = owed_ptrs
+    full, empty, _, _ = barriers
+    line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
+    short: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    ts = gl.arange(0, C, layout=line)
+    angles = gl.arange(0, R, layout=short)
+    start = ts * 0 - 1
+    last_start = start
+    if HAS_DOCS:
+        start = starts(doc_start_ptr, n, num_tokens, C, line)
+        position = gl.minimum(n * C + C, num_tokens) - 1
+        last_start = (gl.load(doc_start_ptr + (position + ts * 0)) - n.to(gl.int64) * C).to(gl.int32)
+    is_final = ts * 0 + n == num_chunks - 1
+    for i in range(0, steps):
+        place = i & 1
+        first = COUNT * place
+        this = (head + i).to(gl.int64)
+        chunk = this * num_chunks + n
+        dt = gl.load(dt_ptr + (chunk * C + ts))
+        own = gl.load(own_ptr + (chunk * C + ts))
+        scale = gl.load(scale_ptr + (chunk * C + ts))
+        gate_sum = gl.load(gate_sum_ptr + (chunk * C + ts))
+        gate_total = gl.load(gate_sum_ptr + (chunk * C + (ts * 0 + C - 1)))
+        skip = gl.load(D_ptr + (head + i + ts * 0)).to(gl.float32)
+        # What the chunk after this one, or the next call, owes to the last token.
+        owed_v = gl.load(grad_v_out_ptr + (this * P + ts), mask=is_final, other=0.0)
+        owed_v += gl.load(grad_v_bound_ptr + ((chunk + 1) * P + ts), mask=is_final == 0, other=0.0)
+        owed_turned = gl.load(owed_k_ptr + (chunk * N + ts))
+        owed_rest = gl.load(owed_k_ptr + (chunk * N + C + ts))
+        bound = k_bound_ptr + ((this * (num_chunks + 1) + n + 1) * N + angles)
+        owed_turn = gl.load(owed_k_ptr + (chunk * N + R + angles)) * gl.load(bound)
+        owed_turn -= gl.load(owed_k_ptr + (chunk * N + angles)) * gl.load(bound + R)
+        mbarrier.wait(empty.index(NUMBERS + place), (i >> 1 & 1) ^ 1)
+        numbers.index(first + DT).store(dt)
+        numbers.index(first + OWN).store(own)
+        numbers.index(first + SCALE).store(scale)
+        numbers.index(first + GATE_SUM).store(gate_sum * 1.4426950408889634)  # for powers of 2
+        numbers.index(first + FROM_START).store(gl.where(start < 0, gl.exp(gate_sum), 0.0))
+        to_end = gl.where(ts >= last_start, gate_total - gate_sum, float("-inf"))
+        numbers.index(first + TO_END).store(scale * gl.exp(to_end))
+        numbers.index(first + SKIP).store(skip)
+        numbers.index(first + OWED_V).store(owed_v)
+        numbers.index(first + OWED_K).store(owed_turned)
+        numbers.index(first + OWED_K + 1).store(owed_rest)
+        numbers.index(first + OWED_TURN).slice(0, R).store(owed_turn)
+        release(full.index(NUMBERS + place))
+        if i > 0:
+            _gates(i - 1, numbers, query_sums, value_sums, barriers, gate_ptrs, head, n, num_chunks, C)
+    _gates(steps - 1, numbers, query_sums, value_sums, barriers, gate_ptrs, head, n, num_chunks, C)
+
+
+@gluon.jit
+def _expect(full, empty, what, phase, NUM_TILES: gl.constexpr, desc):
+    """Once its places are free. Returns the barrier of the copies that follow."""
+    mbarrier.wait(empty.index(what), phase ^ 1)
+    mbarrier.expect(full.index(what), NUM_TILES * desc.block_type.nbytes)
+    return full.index(what)
+
+
+@gluon.jit
+def _fetch(descs, tiles, turns, barriers, head, n, num_chunks, steps):
+    """All loads, of each head in the order in which the places become free."""
+    x_desc, grad_read_desc, z_desc, grad_y_desc, states_desc, grad_states_desc, k_desc, q_desc, turns_desc = descs
+    x, grad_read, z, grad_y, state, state_rest, grad_state, grad_state_rest, k, k_rest, q, q_rest = tiles
+    full, empty, _, _ = barriers
+    C: gl.constexpr = x.shape[0]
+    P: gl.constexpr = x.shape[1]
+    for i in range(0, steps):
+        phase = i & 1
+        column = (head + i) * P
+        row = ((head + i) * num_chunks + n) * C
+        state_row = ((head + i) * num_chunks + n) * P
+        bar = _expect(full, empty, GRAD_STATE, phase, 2, grad_states_desc)
+        tma.async_copy_global_to_shared(grad_states_desc, [state_row, 0], bar, grad_state)
+        tma.async_copy_global_to_shared(grad_states_desc, [state_row, C], bar, grad_state_rest)
+        bar = _expect(full, empty, STATE, phase, 2, states_desc)
+        tma.async_copy_global_to_shared(states_desc, [state_row, 0], bar, state)
+        tma.async_copy_global_to_shared(states_desc, [state_row, C], bar, state_rest)
+        bar = _expect(full, empty, VALUES, phase, 2, x_desc)
+        tma.async_copy_global_to_shared(x_desc, [n * C, column], bar, x)
+        tma.async_copy_global_to_shared(grad_read_desc, [n * C, column], bar, grad_read)
+        bar = _expect(full, empty, ROWS, phase, 5, k_desc)
+        tma.async_copy_global_to_shared(k_desc, [row, 0], bar, k)
+        tma.async_copy_global_to_shared(q_desc, [row, 0], bar, q)
+        tma.async_copy_global_to_shared(k_desc, [row, C], bar, k_rest)
+        tma.async_copy_global_to_shared(q_desc, [row, C], bar, q_rest)
+        tma.async_copy_global_to_shared(turns_desc, [row, 0], bar, turns)
+        bar = _expect(full, empty, GATE, phase, 2, z_desc)
+        tma.async_copy_global_to_shared(z_desc, [n * C, column], bar, z)
+        tma.async_copy_global_to_shared(grad_y_desc, [n * C, column], bar, grad_y)
+
+
+@gluon.jit
+def _write(grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps):
+    """dz and dx, which are in the places of z and dy."""
+    _, _, z, grad_y, _, _, _, _, _, _, _, _ = tiles
+    _, empty, made, _ = barriers
+    C: gl.constexpr = z.shape[0]
+    P: gl.constexpr = z.shape[1]
+    for i in range(0, steps):
+        column = (head + i) * P
+        mbarrier.wait(made.index(GRADS), i & 1)
+        tma.async_copy_shared_to_global(grad_z_desc, [n * C, column], z)
+        tma.async_copy_shared_to_global(grad_x_desc, [n * C, column], grad_y)
+        tma.store_wait(pendings=0)
+        mbarrier.arrive(empty.index(GATE))
+
+
+@gluon.jit(do_not_specialize=_LENGTHS)
+def gradients_kernel(
+    x_desc,
+    grad_read_desc,
+    z_desc,
+    grad_y_desc,
+    states_desc,
+    grad_states_desc,
+    k_rows_desc,
+    q_rows_desc,
+    turns_desc,
+    grad_z_desc,
+    grad_x_desc,
+    doc_start_ptr,
+    speed_ptr,
+    D_ptr,
+    dt_ptr,
+    own_ptr,
+    scale_ptr,
+    gate_sum_ptr,
+    decay_ptr,
+    k_bound_ptr,
+    owed_k_ptr,
+    grad_v_bound_ptr,
+    grad_v_out_ptr,
+    query_rows_ptr,
+    key_rows_ptr,
+    speed_rows_ptr,
+    query_bias_ptr,
+    key_bias_ptr,
+    grad_gate_ptr,
+    grad_turn_ptr,
+    turn_total_ptr,
+    grad_scale_ptr,
+    grad_own_ptr,
+    grad_both_ptr,
+    num_tokens,
+    num_chunks,
+    first_chunk,
+    H: gl.constexpr,
+    N: gl.constexpr,
+    P: gl.constexpr,
+    R: gl.constexpr,
+    C: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_DOCS: gl.constexpr,
+):
+    """Queries and Keys of one chunk and GROUP heads. As those, but for what is summed over the group's heads:
+
+    `query_rows`, `key_rows` [H / GROUP, NC, C, N], `speed_rows` [.., R]. `turns` [H, NC, C, 2 R] float16: cosines, then
+    sines of the tokens' angles.
+    """
+    dtype: gl.constexpr = x_desc.dtype
+    GROUPS: gl.constexpr = (H + GROUP - 1) // GROUP
+    pid = gl.program_id(0)
+    n = first_chunk + pid // GROUPS
+    group = pid % GROUPS
+    head = group * GROUP
+    steps = gl.minimum(H - head, GROUP)
+    layout: gl.constexpr = x_desc.layout
+    tiles = (
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+    )
+    turns = gl.allocate_shared_memory(gl.float16, [C, 2 * R], turns_desc.layout)
+    made_tiles = (
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+    )
+    query_tiles = (
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+    )
+    log_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], layout)
+    pieces = (
+        gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
+        gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
+    )
+    seen = gl.allocate_shared_memory(gl.bfloat16, [C, C], layout)
+    # Sums over heads of what does not turn: registers for those, too, would be too many.
+    sum_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
+    query_rest = gl.allocate_shared_memory(gl.float32, [C, C], sum_layout)
+    key_rest = gl.allocate_shared_memory(gl.float32, [C, C], sum_layout)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 16], dtype)
+    ones = gl.allocate_shared_memory(dtype, [C, 16], narrow)
+    fill: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    ones.store(gl.full([C, 16], 1.0, dtype, fill))
+    # A product's operands are of one type.
+    log_ones = gl.allocate_shared_memory(gl.bfloat16, [C, 16], narrow)
+    log_ones.store(gl.full([C, 16], 1.0, gl.bfloat16, fill))
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, R], gl.float32)
+    theta = gl.allocate_shared_memory(gl.float32, [C, R], wide)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    numbers = gl.allocate_shared_memory(gl.float32, [2 * COUNT, C], plain)
+    query_sums = gl.allocate_shared_memory(gl.float32, [2 * QUERY_SUMS, C], plain)
+    spent = gl.allocate_shared_memory(gl.float32, [C], plain)
+    value_sums = gl.allocate_shared_memory(gl.float32, [2 * VALUE_SUMS, C], plain)
+
+    full = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(7):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS[i])
+    for i in gl.static_range(7):
+        mbarrier.init(made.index(i), count=1)
+        mbarrier.init(taken.index(i), count=TAKERS[i])
+    fence_async_shared()
+    barriers = (full, empty, made, taken)
+    descs = (
+        x_desc,
+        grad_read_desc,
+        z_desc,
+        grad_y_desc,
+        states_desc,
+        grad_states_desc,
+        k_rows_desc,
+        q_rows_desc,
+        turns_desc,
+    )
+    group_rows = (group.to(gl.int64) * num_chunks + n) * C
+    gl.warp_specialize(
+        [
+            (
+                queries,
+                (
+                    tiles,
+                    turns,
+                    numbers,
+                    made_tiles,
+                    theta,
+                    query_tiles,
+                    log_tile,
+                    query_rest,
+                    ones,
+                    log_ones,
+                    query_sums,
+                    barriers,
+                    query_rows_ptr + group_rows * N,
+                    query_bias_ptr,
+                    doc_start_ptr,
+                    head,
+                    n,
+                    num_tokens,
+                    num_chunks,
+                    steps,
+                    HAS_DOCS,
+                ),
+            ),
+            (
+                keys,
+                (
+                    tiles,
+                    turns,
+                    numbers,
+                    made_tiles,
+                    theta,
+                    pieces,
+                    key_rest,
+                    ones,
+                    seen,
+                    spent,
+                    barriers,
+                    key_rows_ptr + group_rows * N,
+                    key_bias_ptr,
+                    speed_ptr + n.to(gl.int64) * (C * R),
+                    speed_rows_ptr + group_rows * R,
+                    grad_turn_ptr,
+                    turn_total_ptr,
+                    doc_start_ptr,
+                    head,
+                    n,
+                    num_tokens,
+                    num_chunks,
+                    steps,
+                    R,
+                    HAS_DOCS,
+                ),
+            ),
+            (values, (tiles, numbers, made_tiles, value_sums, barriers, n, num_tokens, steps)),
+            (_fetch, (descs, tiles, turns, barriers, head, n, num_chunks, steps)),
+            (_write, (grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps)),
+            (
+                _numbers,
+                (
+                    numbers,
+                    query_sums,
+                    value_sums,
+                    barriers,
+                    (dt_ptr, own_ptr, scale_ptr, gate_sum_ptr, D_ptr),
+                    (grad_v_out_ptr, grad_v_bound_ptr, owed_k_ptr, k_bound_ptr),
+                    (decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr),
+                    doc_start_ptr,
+                    head,
+                    n,
+                    num_tokens,
+                    num_chunks,
+                    steps,
+                    C,
+                    N,
+                    P,
+                    R,
+                    HAS_DOCS,
+                ),
+            ),
+        ],
+        [4, 4, 1, 1, 1],
+        [168, 128, 24, 24, 24],
+    )
