@@ -2,8 +2,7 @@
 
     python studies/repeated_launches.py 2000          (repeats; about two minutes)
 
-Also at K = 64, where these kernels do not run otherwise, see `hopper.K_DIMS`. Prints which output of which kernel
-changed, and where.
+Prints which output of which kernel changed, and where.
 """
 
 import sys
@@ -17,7 +16,6 @@ from tests.recurrence.op_testing import documents
 from stateflow_kernels import hopper
 
 REPEATS = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
-hopper.K_DIMS = hopper.MERGED_DIMS = (64, 128)
 # How many of the last arguments each launch writes.
 OUTPUTS = {"transition": 3, "transition_backward": 3, "gradients": 5}
 faults = {}

@@ -1,22 +1,29 @@
 """How much GPU time the kernels of a stage take by the length of its chunks: do short chunks cost more a token?
 
     python studies/unit_kernels.py titan_configs/gdn_3b_2gpu.toml --layers 4 --lengths 65536 16384 8192 4096
+    python studies/unit_kernels.py titan_configs/gdn_3b_2gpu.toml --names 20 --stateflow.no-cuda-graphs \
+        --activation-checkpoint.mode none
 
 Runs three chunks of each length, forward and then backward with the config's recomputation, through layers of the model
-on one GPU, and prints milliseconds of kernels per 65,536 tokens, in all and by kind. Nothing is sent.
+on one GPU, and prints milliseconds of kernels per 65,536 tokens, in all and by kind, and the MFU of these layers if the
+GPU never waited. `--names`: also that many kernels by name, the dearest first. Other arguments are keys of the config.
+Nothing is sent.
 """
 
 import argparse
 import collections
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torchtitan.config import ConfigManager
+from torchtitan.tools.utils import get_peak_flops
 
 import stateflow.titan  # noqa: F401
 from stateflow.chunks import ChunkPlan
+from stateflow.model import flops_per_token
 from stateflow.pipeline.stage import ChunkStage
 from stateflow.titan.planning import job_of, stage_module
 
@@ -24,6 +31,7 @@ CHUNKS, WARM_UP, PER_TOKENS = 3, 3, 65536
 # The first that matches a kernel's name.
 KINDS = {
     "products": r"gemm|cutlass|cublas|nvjet|xmma",
+    "conv, gates": r"short_conv|gated_norm|delta_gates|swiglu",
     "recurrence": r"transition|pre_kernel|^out_kernel|_backward_kernel|gradients_kernel|local_kernel|scan_kernel",
     "additions": r"CUDAFunctor_add|AddFunctor",
     "everything else": "",
@@ -31,7 +39,7 @@ KINDS = {
 
 
 def kernel_times(stage: ChunkStage, length: int, dim: int, dtype: torch.dtype) -> collections.Counter:
-    """Microseconds a chunk, by kind."""
+    """Microseconds a chunk, by kernel."""
 
     def run() -> None:
         inputs = [torch.randn(1, length, dim, device="cuda", dtype=dtype) for _ in range(CHUNKS)]
@@ -50,9 +58,15 @@ def kernel_times(stage: ChunkStage, length: int, dim: int, dtype: torch.dtype) -
     times = collections.Counter()
     for event in recorded.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, event.name))
-            times[kind] += (event.time_range.end - event.time_range.start) / CHUNKS
+            times[event.name] += (event.time_range.end - event.time_range.start) / CHUNKS
     return times
+
+
+def by_kind(times: collections.Counter) -> collections.Counter:
+    kinds = collections.Counter()
+    for name, time in times.items():
+        kinds[next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))] += time
+    return kinds
 
 
 def main() -> None:
@@ -60,20 +74,28 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 16384, 8192, 4096])
-    options = parser.parse_args()
+    parser.add_argument("--names", type=int, default=0)
+    options, keys = parser.parse_known_args()
     config = ConfigManager().parse_args(
-        [f"--job.config_file={options.config}", f"--stateflow.model.num_layers={2 * options.layers}"]
+        [f"--job.config_file={options.config}", f"--stateflow.model.num_layers={2 * options.layers}", *keys]
     )
     job = job_of(config)
     part = [f"layers.{i}" for i in range(options.layers)]
     module = stage_module(config, job, part, torch.device("cuda"))
-    print(f"{'tokens':>8} {'all':>8}", *(f"{kind:>16}" for kind in KINDS))
+    without, seq_len = replace(job.model, num_layers=options.layers), config.training.seq_len
+    flops = flops_per_token(job.model, seq_len) - flops_per_token(without, seq_len)
+    peak = get_peak_flops(torch.cuda.get_device_name())
+    print(f"{'tokens':>8} {'all':>8} {'MFU':>6}", *(f"{kind:>16}" for kind in KINDS))
     for length in options.lengths:
         plan = ChunkPlan.explicit(CHUNKS * length, [length] * CHUNKS)
         stage = ChunkStage(module, plan, job.compute_dtype, is_last=False)
         times = kernel_times(stage, length, job.model.dim, job.compute_dtype)
-        shown = [1e-3 * PER_TOKENS / length * times[kind] for kind in KINDS]
-        print(f"{length:>8,} {sum(shown):>8.1f}", *(f"{ms:>16.1f}" for ms in shown), flush=True)
+        kinds = by_kind(times)
+        shown = [1e-3 * PER_TOKENS / length * kinds[kind] for kind in KINDS]
+        mfu = flops * PER_TOKENS / (1e-3 * sum(shown)) / peak
+        print(f"{length:>8,} {sum(shown):>8.1f} {mfu:>6.1%}", *(f"{ms:>16.1f}" for ms in shown), flush=True)
+        for name, time in times.most_common(options.names):
+            print(f"{1e-3 * PER_TOKENS / length * time:>17.1f} {name[:100]}", flush=True)
 
 
 if __name__ == "__main__":

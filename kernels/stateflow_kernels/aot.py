@@ -5,10 +5,10 @@
 Compiles every case of the named modules of this package (without names: of all that have an `aot_cases`) for each of
 `TARGETS` and prints one line of JSON a case: `module`, `case`, `arch`, `triton`, `num_warps`, `num_stages`,
 `registers` of a thread, `spill_bytes` (the stack frame of a thread; nothing but spilled registers lives there),
-`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten` and `undefined` (faults of
-compilers, see the functions), `serialized` (whether each product is waited for before the next one, as the assembler
-has it throughout a kernel where registers are too few somewhere), and `failed` with the compiler's words instead of the
-last seven where it does not compile.
+`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten`, `undefined`, `touched` and
+`under_way` (faults of compilers and of kernels, see the functions), `serialized` (whether each product is waited for
+before the next one, as the assembler has it throughout a kernel where registers are too few somewhere), and `failed`
+with the compiler's words instead of the last nine where it does not compile.
 Exit status 1 if any case failed.
 """
 
@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 
 import stateflow_kernels
 
-from .assembler import bundled, undefined
+from .assembler import bundled, touched, undefined, under_way
 
 TARGETS = (80, 90)
 
@@ -134,6 +134,8 @@ def report(case: AotCase, arch: int) -> dict[str, object]:
         "wgmma": "wgmma" in compiled.asm["ptx"],
         "overwritten": overwritten(compiled.asm["ttgir"]),
         "undefined": undefined(sass),
+        "touched": touched(sass),
+        "under_way": under_way(sass),
         "serialized": serialized(sass),
     }
 

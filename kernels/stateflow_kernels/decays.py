@@ -22,6 +22,28 @@ def document_starts(doc_start_ptr, batch, num_tokens, n, C: tl.constexpr, HAS_DO
 
 
 @triton.jit
+def _add(left, right):
+    return left + right
+
+
+@triton.jit
+def _add_within(left, left_starts, right, right_starts):
+    return tl.where(right_starts, right, left + right), left_starts | right_starts
+
+
+@triton.jit
+def document_sums(g, start, HAS_DOCS: tl.constexpr):
+    """The log gates summed from the chunk's or the document's start, whose token's own gate does not count."""
+    if HAS_DOCS:
+        ts = tl.arange(0, g.shape[0])
+        starts = ts == start
+        total, _ = tl.associative_scan((tl.where(starts, 0.0, g), starts), 0, _add_within)
+        return total
+    else:
+        return tl.associative_scan(g, 0, _add)
+
+
+@triton.jit
 def visible(start, C: tl.constexpr):
     """[t, s]: s is not after t and of t's document."""
     ts = tl.arange(0, C)

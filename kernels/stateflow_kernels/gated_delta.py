@@ -18,27 +18,35 @@ larger numbers would only cost the differences of sums their digits.
 import triton
 import triton.language as tl
 
-from .decays import FACTORS, document_starts, inverse_norm, pair_decay, start_decay
+from .decays import FACTORS, document_starts, document_sums, inverse_norm, pair_decay, start_decay
 from .primitives import dot, rounded
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
 
 
 @triton.jit
-def _join_blocks(system, inverse, WIDTH: tl.constexpr, row, column, PRECISION: tl.constexpr):
-    """The inverses of the diagonal blocks of 2 WIDTH from those of WIDTH.
+def _join_blocks(system, inverse, joined, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverses of the diagonal blocks of twice the width; `joined`: what lies between two of them.
 
     [[X, 0], [-Y A' X, Y]] inverts [[X^-1, 0], [A', Y^-1]]: substitution by blocks, so nothing cancels.
     """
-    joined = (row // (2 * WIDTH) == column // (2 * WIDTH)) & (row // WIDTH > column // WIDTH)
     zeros = tl.zeros_like(inverse)
-    right = dot(tl.where(joined, system, 0.0), inverse, zeros, tl.float32, PRECISION)
-    return inverse - dot(inverse, right, zeros, tl.float32, PRECISION)
+    right = dot(tl.where(joined, system, 0.0), inverse, zeros, DTYPE, PRECISION)
+    return inverse - dot(inverse, right, zeros, DTYPE, PRECISION)
 
 
 @triton.jit
-def _unit_triangular_inverse(system, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 of a strictly lower triangular A [C, C]: first the diagonal blocks of 16, then by doubling."""
+def _between(WIDTH: tl.constexpr, row, column):
+    return (row // (2 * WIDTH) == column // (2 * WIDTH)) & (row // WIDTH > column // WIDTH)
+
+
+@triton.jit
+def _unit_triangular_inverse(system, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 of the part of A [C, C] below its diagonal: first the diagonal blocks of 16, then by doubling.
+
+    DTYPE: of the products' operands. Float16 is enough for 16-bit inputs: with keys of norm 1 and beta up to 2 no block
+    has a number above 2.
+    """
     NB: tl.constexpr = C // 16
     block = tl.arange(0, NB)
     diagonal = block[:, None, None, None] == block[None, None, :, None]
@@ -46,15 +54,14 @@ def _unit_triangular_inverse(system, C: tl.constexpr, PRECISION: tl.constexpr):
     ts = tl.arange(0, 16)
     row = ts[None, :, None]
     column = ts[None, None, :]
-    pair = (row // 2 == column // 2) & (row > column)
-    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(pair, small, 0.0)
-    inverse = _join_blocks(small, inverse, 2, row, column, PRECISION)
-    inverse = _join_blocks(small, inverse, 4, row, column, PRECISION)
-    inverse = _join_blocks(small, inverse, 8, row, column, PRECISION)
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(_between(1, row, column), small, 0.0)
+    inverse = _join_blocks(small, inverse, _between(2, row, column), DTYPE, PRECISION)
+    inverse = _join_blocks(small, inverse, _between(4, row, column), DTYPE, PRECISION)
+    inverse = _join_blocks(small, inverse, _between(8, row, column), DTYPE, PRECISION)
     inverse = tl.reshape(tl.where(diagonal, inverse[:, :, None, :], 0.0), [C, C])
     ts = tl.arange(0, C)
-    inverse = _join_blocks(system, inverse, 16, ts[:, None], ts[None, :], PRECISION)
-    return _join_blocks(system, inverse, 32, ts[:, None], ts[None, :], PRECISION)
+    inverse = _join_blocks(system, inverse, _between(16, ts[:, None], ts[None, :]), DTYPE, PRECISION)
+    return _join_blocks(system, inverse, _between(32, ts[:, None], ts[None, :]), DTYPE, PRECISION)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -86,7 +93,7 @@ def pre_kernel(
     SCORES: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr,
+    SOLVE_DTYPE: tl.constexpr,
 ):
     """Pre of one chunk and head: the factors of the tokens, T where SOLVE, and P where SCORES.
 
@@ -116,24 +123,25 @@ def pre_kernel(
         g = g.to(tl.float64)
     else:
         g = tl.maximum(g.to(tl.float32), -100.0)
-    # A token's own gate counts from its document's second token on.
-    summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
-    gate_sum = tl.sum(tl.where(summed, g[None, :], 0.0), axis=1)
+    gate_sum = document_sums(g, start, HAS_DOCS)
     k_norm = inverse_norm(k, eps, NORMALIZE, C)
-    pairs = pair_decay(gate_sum, start, C)
     from_start = start_decay(gate_sum, start)
-    to_end = tl.sum(tl.where(ts[:, None] == C - 1, pairs, 0.0), axis=0)
+    # Of the chunk's last token.
+    end_sum = tl.sum(tl.where(ts == C - 1, gate_sum, 0.0), axis=0)
+    end_start = tl.max(start, axis=0)
+    to_end = tl.exp(tl.where(ts >= end_start, (end_sum - gate_sum).to(tl.float32), float("-inf")))
     tl.store(gate_sum_ptr + chunk * C + ts, gate_sum)
     tl.store(k_norm_ptr + chunk * C + ts, k_norm)
     factors = factors_ptr + chunk * (FACTORS * C) + ts
     tl.store(factors, beta)
     tl.store(factors + C, tl.where(in_chunk, to_end * k_norm, 0.0))
     tl.store(factors + 2 * C, beta * from_start * k_norm)
-    whole = tl.sum(tl.where(ts == C - 1, from_start, 0.0), axis=0)
+    whole = tl.where(end_start < 0, tl.exp(end_sum.to(tl.float32)), 0.0)
     tl.store(factors + 3 * C, tl.zeros([C], tl.float32) + whole)
     tl.store(factors + 5 * C, gate_sum.to(tl.float32))
     tl.store(factors + 6 * C, k_norm)
     tl.store(factors + 8 * C, start.to(tl.float32))
+    pairs = pair_decay(gate_sum, start, C)
     if SCORES:
         q = tl.load(q_ptr + key_base + key_offset, mask=key_mask, other=0.0)
         q_norm = inverse_norm(q, eps, NORMALIZE, C)
@@ -146,8 +154,7 @@ def pre_kernel(
     if SOLVE:
         products = dot(k, tl.trans(k), tl.zeros([C, C], tl.float32), DTYPE, PRECISION)
         system = products * pairs * (beta * k_norm)[:, None] * k_norm[None, :]
-        system = tl.where(ts[:, None] > ts[None, :], system, 0.0)
-        solve = _unit_triangular_inverse(system, C, SOLVE_PRECISION)
+        solve = _unit_triangular_inverse(system, C, SOLVE_DTYPE, PRECISION)
         tl.store(solve_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]), rounded(solve, DTYPE))
 
 

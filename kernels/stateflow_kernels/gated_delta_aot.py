@@ -1,10 +1,11 @@
 """The gated delta rule's kernels as cases for `aot`, in bfloat16 for heads of 128 x 128.
 
 ST and STB at two tiles and the depth of the default plan, the others as the default plan has them. The gradients for
-heads of 32 x 40, too.
+heads of 32 x 40, too, and those in one kernel for heads of 64 x 128 in float16, whose bits did not repeat on a GPU.
 """
 
 import dataclasses
+import itertools
 
 import torch
 import triton
@@ -53,7 +54,7 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
         SOLVE=True,
         SCORES=True,
     )
-    values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_PRECISION="tf32", STAGES=tile.num_stages)
+    values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_DTYPE=tl.float16, STAGES=tile.num_stages)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
     pointers = {n: _POINTERS.get(n, "*bf16") for n in names if n.endswith("_ptr")}
@@ -84,7 +85,7 @@ def _specialized_case(name: str, kernel, block_v: int, num_stages: int, k_dim: i
     return AotCase(name, kernel, signature, values, 4, num_stages, archs=(90,), maxnreg=limit)
 
 
-def _merged_gradients_case(k_dim: int, v_dim: int) -> AotCase:
+def _merged_gradients_case(k_dim: int, v_dim: int, kind: str = "bf16") -> AotCase:
     from .hopper_gradients import gradients_kernel
 
     values = dict(H=20, K=k_dim, V=v_dim, C=CHUNK, GROUP=8, NORMALIZE=True)
@@ -92,14 +93,33 @@ def _merged_gradients_case(k_dim: int, v_dim: int) -> AotCase:
     for argument in (n for n in gradients_kernel.arg_names if n not in values):
         if argument.endswith("_desc"):
             rows, columns = hopper.gradient_tiles(k_dim, v_dim)[argument.removesuffix("_desc")]
-            dtype = torch.float32 if argument == "factors_desc" else torch.bfloat16
-            kind = "fp32" if argument == "factors_desc" else "bf16"
-            signature[argument] = f"tensordesc<{kind}[{rows},{columns}],{hopper.layout(rows, columns, dtype)!r}>"
+            is_factors = argument == "factors_desc"
+            layout = hopper.layout(rows, columns, torch.float32 if is_factors else torch.bfloat16)
+            signature[argument] = f"tensordesc<{'fp32' if is_factors else kind}[{rows},{columns}],{layout!r}>"
         elif argument == "grad_v_ptr":
-            signature[argument] = "*bf16"
+            signature[argument] = f"*{kind}"
         else:
             signature[argument] = "*fp32" if argument.endswith("_ptr") else "fp32" if argument == "scale" else "i32"
-    return AotCase("gradients_kernel, specialised", gradients_kernel, signature, values, 4, 1, archs=(90,))
+    name = f"gradients_kernel, specialised, {k_dim} x {v_dim} {kind}"
+    return AotCase(name, gradients_kernel, signature, values, 4, 1, archs=(90,))
+
+
+def _prepare_case(k_dim: int, has_docs: bool, solve: bool) -> AotCase:
+    from .hopper_prepare import pre_kernel
+
+    values = dict(H=20, HK=20, K=k_dim, C=CHUNK, HAS_DOCS=has_docs, NORMALIZE=True, SOLVE=solve)
+    signature = {}
+    for argument in (n for n in pre_kernel.arg_names if n not in values):
+        if argument.endswith("_desc"):
+            columns = k_dim if argument in ("q_desc", "k_desc") else CHUNK
+            layout = hopper.layout(CHUNK, columns, torch.bfloat16)
+            signature[argument] = f"tensordesc<bf16[{CHUNK},{columns}],{layout!r}>"
+        else:
+            signature[argument] = _NUMBERS.get(argument) or (
+                _POINTERS[argument] if argument.endswith("_ptr") else "i32"
+            )
+    name = f"pre_kernel, specialised{', documents' * has_docs}{', with the solve' * solve}"
+    return AotCase(name, pre_kernel, signature, values, 4, 1, archs=(90,), maxnreg=hopper.PREPARE_REGISTERS)
 
 
 def _specialized_cases() -> list[AotCase]:
@@ -114,7 +134,11 @@ def _specialized_cases() -> list[AotCase]:
         _specialized_case(f"{kernel.__name__}, specialised, BV {block_v}", kernel, block_v, stages, 128, 128)
         for kernel, stages in kernels.items()
         for block_v in (16, 32)
-    ] + [_merged_gradients_case(128, 128)]
+    ] + [
+        _merged_gradients_case(128, 128),
+        _merged_gradients_case(64, 128, "fp16"),
+        *(_prepare_case(128, *pair) for pair in itertools.product((False, True), repeat=2)),
+    ]
 
 
 def aot_cases() -> list[AotCase]:

@@ -40,7 +40,8 @@ class Tile:
     """How a kernel is launched: columns of V at a time, warps a program, depth of the load pipeline.
 
     `specialized`: ST and STB in the form of `hopper_transition`, where that runs; its bits are the same. For
-    `transition_out`: whether ST and Out of the forward are one kernel at all, that of `hopper_outputs`.
+    `transition_out`: whether ST and Out of the forward are one kernel at all, that of `hopper_outputs`. For `pre`:
+    where P is asked for, that of `hopper_prepare`, whose bits are others.
     """
 
     block_v: int = 64
@@ -265,6 +266,10 @@ class _Prepared:
         scores: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`scores`: receive P."""
+        if hopper.prepares(problem, tile, scores, q, k, self.solve):
+            made = (self.solve, scores, self.gate_sum, self.k_norm, self.factors)
+            hopper.prepare(problem, chunks, q, k, g, beta, *made, self.solved)
+            return
         # Else two programs share a multiprocessor, and their chains of small products leave it idle.
         limit = 128 if problem.dtype != torch.float32 and problem.k_dim <= 128 and tile.num_warps == 4 else None
         kernels.pre_kernel[(len(chunks) * problem.heads,)](
@@ -277,7 +282,7 @@ class _Prepared:
             **problem.options,
             SOLVE=not self.solved,
             SCORES=scores is not None,
-            SOLVE_PRECISION=problem.key_sizes["PRECISION"],
+            SOLVE_DTYPE=tl.float32 if problem.dtype == torch.float32 else tl.float16,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             maxnreg=limit,

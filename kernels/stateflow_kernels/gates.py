@@ -9,17 +9,27 @@ A program takes BM tokens of all heads. It writes its parts of dA_log and ddt_bi
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .activations import sigmoid
 from .aot import AotCase
 from .primitives import rounded
 
-TILE_NUMBERS = 2048
-NUM_WARPS = 4
+
+class Tile(NamedTuple):
+    """Numbers of whole tokens that a program takes, and its warps."""
+
+    numbers: int
+    warps: int
+
+
+# Few numbers: 16,384 tokens of 20 heads are 4 MB in all, and only many programs fill the device.
+FORWARD, BACKWARD = Tile(1024, 4), Tile(2048, 4)
 
 
 @triton.jit
@@ -32,13 +42,17 @@ def _softplus(x):
 
 
 @triton.jit
-def _tile(num_tokens, H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr):
-    """Offset of the program's first token, offsets from there [BM, BH] and which of them exist."""
-    first = tl.program_id(0).to(tl.int64) * BM
-    row = tl.arange(0, BM)
-    head = tl.arange(0, BH)
-    mask = (first + row < num_tokens)[:, None] & (head < H)[None, :]
-    return first * H, row[:, None] * H + head[None, :], mask
+def _mask(num_tokens, H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr):
+    """Which of the program's numbers [BM, BH] exist."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    return (row < num_tokens)[:, None] & (tl.arange(0, BH) < H)[None, :]
+
+
+@triton.jit
+def _tile(values, STEP: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr):
+    """Pointers [BM, BH] of the program's tokens, whose rows are STEP numbers apart."""
+    values += tl.program_id(0).to(tl.int64) * BM * STEP
+    return values + tl.arange(0, BM)[:, None] * STEP + tl.arange(0, BH)[None, :]
 
 
 @triton.jit
@@ -48,32 +62,34 @@ def _of_heads(values, H: tl.constexpr, BH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale"])
-def _forward_kernel(
-    a,  # [M, H]
-    b,  # [M, H]
+def delta_gates_kernel(
+    a,  # [M, H], rows A_STEP apart
+    b,  # [M, H], rows B_STEP apart
     A_log,  # [H]
     dt_bias,  # [H]
     g,  # [M, H] float32
     beta,  # [M, H] float32
     num_tokens,
     scale,
+    A_STEP: tl.constexpr,
+    B_STEP: tl.constexpr,
     H: tl.constexpr,
     BM: tl.constexpr,
     BH: tl.constexpr,
 ):
-    start, offset, mask = _tile(num_tokens, H, BM, BH)
-    z = tl.load(a + start + offset, mask=mask, other=0.0).to(tl.float32) + _of_heads(dt_bias, H, BH)
-    b_MH = tl.load(b + start + offset, mask=mask, other=0.0).to(tl.float32)
-    tl.store(g + start + offset, -tl.exp(_of_heads(A_log, H, BH)) * _softplus(z), mask=mask)
-    tl.store(beta + start + offset, scale / (1.0 + tl.exp(-b_MH)), mask=mask)
+    mask = _mask(num_tokens, H, BM, BH)
+    z = tl.load(_tile(a, A_STEP, BM, BH), mask=mask, other=0.0).to(tl.float32) + _of_heads(dt_bias, H, BH)
+    b_MH = tl.load(_tile(b, B_STEP, BM, BH), mask=mask, other=0.0).to(tl.float32)
+    tl.store(_tile(g, H, BM, BH), -tl.exp(_of_heads(A_log, H, BH)) * _softplus(z), mask=mask)
+    tl.store(_tile(beta, H, BM, BH), scale * sigmoid(b_MH), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale"])
-def _backward_kernel(
+def delta_gates_backward_kernel(
     grad_g,  # [M, H] float32
     grad_beta,  # [M, H] float32
-    a,  # [M, H]
-    b,  # [M, H]
+    a,  # [M, H], rows A_STEP apart
+    b,  # [M, H], rows B_STEP apart
     A_log,  # [H]
     dt_bias,  # [H]
     grad_a,  # [M, H]
@@ -81,23 +97,25 @@ def _backward_kernel(
     parts,  # [programs, 2, H] float32: of A_log, of dt_bias
     num_tokens,
     scale,
+    A_STEP: tl.constexpr,
+    B_STEP: tl.constexpr,
     H: tl.constexpr,
     BM: tl.constexpr,
     BH: tl.constexpr,
 ):
-    start, offset, mask = _tile(num_tokens, H, BM, BH)
-    dg = tl.load(grad_g + start + offset, mask=mask, other=0.0)
-    dbeta = tl.load(grad_beta + start + offset, mask=mask, other=0.0)
-    z = tl.load(a + start + offset, mask=mask, other=0.0).to(tl.float32) + _of_heads(dt_bias, H, BH)
-    b_MH = tl.load(b + start + offset, mask=mask, other=0.0).to(tl.float32)
+    mask = _mask(num_tokens, H, BM, BH)
+    dg = tl.load(_tile(grad_g, H, BM, BH), mask=mask, other=0.0)
+    dbeta = tl.load(_tile(grad_beta, H, BM, BH), mask=mask, other=0.0)
+    z = tl.load(_tile(a, A_STEP, BM, BH), mask=mask, other=0.0).to(tl.float32) + _of_heads(dt_bias, H, BH)
+    b_MH = tl.load(_tile(b, B_STEP, BM, BH), mask=mask, other=0.0).to(tl.float32)
 
-    sigmoid = 1.0 / (1.0 + tl.exp(-b_MH))
-    out = dbeta * scale * sigmoid * (1.0 - sigmoid)
-    tl.store(grad_b + start + offset, rounded(out, grad_b.dtype.element_ty), mask=mask)
+    share = sigmoid(b_MH)
+    out = dbeta * scale * share * (1.0 - share)
+    tl.store(_tile(grad_b, H, BM, BH), rounded(out, grad_b.dtype.element_ty), mask=mask)
 
     grad_softplus = -dg * tl.exp(_of_heads(A_log, H, BH))
-    grad_z = grad_softplus / (1.0 + tl.exp(-z))
-    tl.store(grad_a + start + offset, rounded(grad_z, grad_a.dtype.element_ty), mask=mask)
+    grad_z = grad_softplus * sigmoid(z)
+    tl.store(_tile(grad_a, H, BM, BH), rounded(grad_z, grad_a.dtype.element_ty), mask=mask)
 
     head = tl.arange(0, BH)
     parts += tl.program_id(0).to(tl.int64) * 2 * H
@@ -105,21 +123,26 @@ def _backward_kernel(
     tl.store(parts + H + head, tl.sum(grad_z, axis=0), mask=head < H)
 
 
-def _tile_shape(num_heads: int) -> tuple[int, int]:
+def _constexprs(num_heads: int, tile: Tile, steps: tuple[int, int]) -> dict[str, int]:
     heads = triton.next_power_of_2(num_heads)
-    return max(1, TILE_NUMBERS // heads), heads
+    return dict(A_STEP=steps[0], B_STEP=steps[1], H=num_heads, BM=max(1, tile.numbers // heads), BH=heads)
+
+
+def _whole_rows(x: Tensor) -> Tensor:
+    """x, or a copy where the numbers of a row are not neighbours."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def forward(
-    a_MH: Tensor, b_MH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, scale: float
+    a_MH: Tensor, b_MH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, scale: float, tile: Tile = FORWARD
 ) -> tuple[Tensor, Tensor]:
-    """g and beta, float32 [M, H]. Arguments of bfloat16, float16 or float32."""
-    a, b, A_log, dt_bias = (x.contiguous() for x in (a_MH, b_MH, A_log_H, dt_bias_H))
+    """g and beta, float32 [M, H]. Arguments of bfloat16, float16 or float32; rows of a and b may be apart."""
+    a, b, A_log, dt_bias = _whole_rows(a_MH), _whole_rows(b_MH), A_log_H.contiguous(), dt_bias_H.contiguous()
     num_tokens, num_heads = a.shape
     g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
-    tokens, heads = _tile_shape(num_heads)
-    _forward_kernel[(triton.cdiv(num_tokens, tokens),)](
-        a, b, A_log, dt_bias, g, beta, num_tokens, float(scale), H=num_heads, BM=tokens, BH=heads, num_warps=NUM_WARPS
+    shape = _constexprs(num_heads, tile, (a.stride(0), b.stride(0)))
+    delta_gates_kernel[(triton.cdiv(num_tokens, shape["BM"]),)](
+        a, b, A_log, dt_bias, g, beta, num_tokens, float(scale), **shape, num_warps=tile.warps
     )
     return g, beta
 
@@ -132,30 +155,30 @@ def backward(
     A_log_H: Tensor,
     dt_bias_H: Tensor,
     scale: float,
+    tile: Tile = BACKWARD,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of a and b in their dtypes, of A_log and dt_bias in float32."""
     grad_g, grad_beta = grad_g_MH.contiguous(), grad_beta_MH.contiguous()
-    a, b, A_log, dt_bias = (x.contiguous() for x in (a_MH, b_MH, A_log_H, dt_bias_H))
+    a, b, A_log, dt_bias = _whole_rows(a_MH), _whole_rows(b_MH), A_log_H.contiguous(), dt_bias_H.contiguous()
     num_tokens, num_heads = a.shape
-    tokens, heads = _tile_shape(num_heads)
-    num_programs = triton.cdiv(num_tokens, tokens)
-    grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
+    shape = _constexprs(num_heads, tile, (a.stride(0), b.stride(0)))
+    num_programs = triton.cdiv(num_tokens, shape["BM"])
+    grad_a, grad_b = (x.new_empty(x.shape) for x in (a, b))
     parts = torch.empty(num_programs, 2, num_heads, dtype=torch.float32, device=a.device)
-    _backward_kernel[(num_programs,)](
-        grad_g, grad_beta, a, b, A_log, dt_bias, grad_a, grad_b, parts, num_tokens, float(scale),
-        H=num_heads, BM=tokens, BH=heads, num_warps=NUM_WARPS,
+    delta_gates_backward_kernel[(num_programs,)](
+        grad_g, grad_beta, a, b, A_log, dt_bias, grad_a, grad_b, parts, num_tokens, float(scale), **shape,
+        num_warps=tile.warps,
     )  # fmt: skip
     sums = parts.sum(0)
     return grad_a, grad_b, sums[0], sums[1]
 
 
 def aot_cases() -> Iterator[AotCase]:
-    forward = _forward_kernel, ("a", "b"), ("g", "beta")
-    backward = _backward_kernel, ("a", "b", "grad_a", "grad_b"), ("grad_g", "grad_beta", "parts")
-    for kernel, in_dtype, in_float32 in (forward, backward):
-        tokens, heads = _tile_shape(16)
+    forward = delta_gates_kernel, FORWARD, ("a", "b"), ("g", "beta")
+    backward = delta_gates_backward_kernel, BACKWARD, ("a", "b", "grad_a", "grad_b"), ("grad_g", "grad_beta", "parts")
+    for kernel, tile, in_dtype, in_float32 in (forward, backward):
         types = {name: "*bf16" for name in in_dtype}
         types |= {name: "*fp32" for name in (*in_float32, "A_log", "dt_bias")}
         types |= dict(num_tokens="i32", scale="fp32")
-        name = f"{kernel.__name__.strip('_')} bf16 H=16"
-        yield AotCase(name, kernel, types, dict(H=16, BM=tokens, BH=heads), NUM_WARPS)
+        name = f"{kernel.__name__} bf16 H=16"
+        yield AotCase(name, kernel, types, _constexprs(16, tile, (32, 32)), tile.warps)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 TRITONS = ("3.6", "3.7")  # 3.7 compiled only
 BLOCKS_V = (16, 32, 64)
 CHUNK = 64
-# Others compile, but with K = 64 and V = 128 gradients of k were wrong now and then on an H200, by the walk back or by
-# the one kernel for all gradients: the cause is not found. 256 has not run in this form.
-K_DIMS = MERGED_DIMS = (128,)
+# 256 has not run in this form.
+K_DIMS = MERGED_DIMS = (64, 128)
 # Of a thread, at launch: ST and STB then fit a multiprocessor together. Those that compute get what the others leave.
 WALK_REGISTERS = 128
+PREPARE_REGISTERS = 128  # four programs a multiprocessor
 
 
 def available(device: torch.device) -> bool:
@@ -137,6 +137,43 @@ def gradient_tiles(k_dim: int, v_dim: int) -> dict[str, tuple[int, int]]:
     values = dict.fromkeys(("v", "grad_o", "v_new", "solved"), (CHUNK, v_dim))
     states = dict.fromkeys(("states", "grad_states"), (k_dim, v_dim))
     return keys | values | states | {"factors": (16, CHUNK)}  # a power of two; the last rows are the next chunk's
+
+
+def prepares(problem: _Problem, tile: Tile, scores: Tensor | None, *given: Tensor) -> bool:
+    """Whether Pre of this problem is that of `hopper_prepare`. It always makes P."""
+    return (
+        tile.specialized
+        and scores is not None
+        and problem.batch == 1
+        and problem.dtype != torch.float32
+        and problem.k_dim in K_DIMS
+        and all(x.data_ptr() % 16 == 0 for x in given)
+        and available(problem.device)
+    )
+
+
+def prepare(
+    problem: _Problem, chunks: range, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, solve: Tensor, scores: Tensor,
+    gate_sum: Tensor, k_norm: Tensor, factors: Tensor, solved: bool,
+) -> None:  # fmt: skip
+    """Pre: P, the factors and, unless they come `solved`, T of these chunks."""
+    from . import hopper_prepare
+
+    chunk, tokens, key = problem.sizes["C"], problem.num_tokens, problem.k_dim
+    hopper_prepare.pre_kernel[(len(chunks) * problem.heads,)](
+        _tiles(q.view(tokens, -1), chunk, key),
+        _tiles(k.view(tokens, -1), chunk, key),
+        _tiles(solve.view(-1, chunk), chunk, chunk),
+        _tiles(scores.view(-1, chunk), chunk, chunk),
+        *(g, beta, problem.doc_start, gate_sum, k_norm, factors, problem.scale, problem.eps),
+        *(tokens, problem.num_chunks, chunks.start),
+        **{name: problem.sizes[name] for name in ("H", "HK", "K", "C")},
+        HAS_DOCS=problem.options["HAS_DOCS"],
+        NORMALIZE=problem.options["NORMALIZE"],
+        SOLVE=not solved,
+        num_warps=4,
+        maxnreg=PREPARE_REGISTERS,
+    )
 
 
 def transition(

@@ -47,7 +47,11 @@ PAIRS, GRAD_Q, GRAD_K, QUERY_SUMS, KEY_SUMS = map(gl.constexpr, (0, 1, 2, 3, 5))
 
 @gluon.jit
 def _release(barrier):
-    """Of a place: only when all warps of the group are done with it."""
+    """Of a place: only when all warps of the group are done with it.
+
+    What was loaded from it must have gone into something that is stored before: else the loads may be under way when
+    their thread comes to the barrier, and the copy engine, which does not wait for them, writes the next tile there.
+    """
     gl.thread_barrier()
     mbarrier.arrive(barrier)
 
@@ -126,18 +130,18 @@ def _queries(slots, all_factors, pairs, grad_q_tile, sums, barriers, scale, step
         grad_q = warpgroup_mma(pairs, k, grad_q, is_async=True)
         mbarrier.wait(full.index(QUERIES), phase)
         grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
-        _release(empty.index(NUMBERS + (i & 1)))
-        mbarrier.arrive(empty.index(KEYS))
+        _release(empty.index(KEYS))
         mbarrier.arrive(taken.index(PAIRS))
         rows = q.load(wide).to(gl.float32)
         along = gl.sum(grad_q * rows, axis=1)
         if NORMALIZE:
             grad_q = grad_q - gl.expand_dims(along, 1) * (q_norm * q_norm) * rows
-        _release(empty.index(QUERIES))
         mbarrier.wait(taken.index(GRAD_Q), phase ^ 1)
         grad_q_tile.store(grad_q.to(dtype))
         fence_async_shared()
         _release(made.index(GRAD_Q))
+        mbarrier.arrive(empty.index(QUERIES))
+        mbarrier.arrive(empty.index(NUMBERS + (i & 1)))
         mbarrier.wait(taken.index(QUERY_SUMS + (i & 1)), (i >> 1 & 1) ^ 1)
         sums.index(FROM_QUERY + SUMS * (i & 1)).store(along)
         _release(made.index(QUERY_SUMS + (i & 1)))
@@ -201,24 +205,24 @@ def _keys(slots, all_factors, pairs, system, grad_k_tile, sums, barriers, steps,
         end_dots = end_dots * _numbers(factors, KAPPA, vector, 0, C)
         below_dots = below_dots - read_dots * _numbers(factors, READ, vector, 0, C)
         grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
-        _release(empty.index(NUMBERS + (i & 1)))
-        mbarrier.arrive(empty.index(QUERIES))
+        _release(empty.index(QUERIES))
         mbarrier.arrive(taken.index(PAIRS))
         keys = k.load(wide).to(gl.float32)
         along = gl.sum(grad_k * keys, axis=1)
         if NORMALIZE:
             grad_k = grad_k - gl.expand_dims(along * k_norm * k_norm, 1) * keys
-        _release(empty.index(KEYS))
         mbarrier.wait(taken.index(GRAD_K), phase ^ 1)
         grad_k_tile.store(grad_k.to(dtype))
         fence_async_shared()
         _release(made.index(GRAD_K))
+        mbarrier.arrive(empty.index(KEYS))
         mbarrier.wait(taken.index(KEY_SUMS + (i & 1)), (i >> 1 & 1) ^ 1)
         place = SUMS * (i & 1)
         sums.index(FROM_KEY + place).store(2 * below_dots - along)
         sums.index(AT_END + place).store(end_dots)
         sums.index(FROM_SYSTEM + place).store(system_dots - read_dots * from_start)
         _release(made.index(KEY_SUMS + (i & 1)))
+        mbarrier.arrive(empty.index(NUMBERS + (i & 1)))
 
 
 @gluon.jit
@@ -253,13 +257,13 @@ def _gates(
     grad = grad + gl.where(column > gl.expand_dims(last, 0), gl.expand_dims(at_end, 1), 0.0)
     grad_g = gl.sum(grad, axis=0)
     grad_beta = sums.index(FROM_VALUE + this).load(of_column) + sums.index(FROM_SYSTEM + this).load(of_column)
-    _release(empty.index(NUMBERS + place))
-    mbarrier.arrive(taken.index(QUERY_SUMS + place))
-    mbarrier.arrive(taken.index(KEY_SUMS + place))
     token = (first + i) * C
     where = token.to(gl.int64) * H + tokens_in * H
     gl.store(grad_g_ptr + where, grad_g, mask=tokens_in < num_tokens - token)
     gl.store(grad_beta_ptr + where, grad_beta, mask=tokens_in < num_tokens - token)
+    _release(empty.index(NUMBERS + place))
+    mbarrier.arrive(taken.index(QUERY_SUMS + place))
+    mbarrier.arrive(taken.index(KEY_SUMS + place))
 
 
 @gluon.jit

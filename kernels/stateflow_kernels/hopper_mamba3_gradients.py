@@ -318,6 +318,7 @@ def gradients_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     numbers = gl.allocate_shared_memory(gl.float32, [2 * COUNT, C], plain)
     query_sums = gl.allocate_shared_memory(gl.float32, [2 * QUERY_SUMS, C], plain)
+    spent = gl.allocate_shared_memory(gl.float32, [C], plain)
     value_sums = gl.allocate_shared_memory(gl.float32, [2 * VALUE_SUMS, C], plain)
 
     full = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
@@ -384,6 +385,7 @@ def gradients_kernel(
                     key_rest,
                     ones,
                     seen,
+                    spent,
                     barriers,
                     key_rows_ptr + group_rows * N,
                     key_bias_ptr,

@@ -27,7 +27,10 @@ TAKERS = gl.constexpr((2, 1, 1, 1, 1, 1, 1))
 
 @gluon.jit
 def release(barrier):
-    """Of a place: only when all warps of the group are done with it."""
+    """Of a place: only when all warps of the group are done with it.
+
+    That is: products with it are waited for, and what all values that were loaded from it went into is stored.
+    """
     gl.thread_barrier()
     mbarrier.arrive(barrier)
 
@@ -229,8 +232,8 @@ def queries(
 
 @gluon.jit
 def keys(
-    tiles, turns, numbers, made_tiles, theta, pieces, sum_rest, ones, seen, barriers, rows_ptr, bias_ptr, speed_ptr,
-    speed_rows_ptr, grad_turn_ptr, turn_total_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps,
+    tiles, turns, numbers, made_tiles, theta, pieces, sum_rest, ones, seen, spent, barriers, rows_ptr, bias_ptr,
+    speed_ptr, speed_rows_ptr, grad_turn_ptr, turn_total_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps,
     R: gl.constexpr, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """What B, its parameters and the angles get."""
@@ -298,19 +301,21 @@ def keys(
         # With k of the last token as it was handed on.
         owed = gl.expand_dims(numbers.index(first + OWED_TURN).slice(0, R).load(gl.SliceLayout(0, half)), 0)
         grad_theta += gl.where(half_t == last, owed, 0.0)
+        # Nobody reads it: a place may only be released behind a store of what all values loaded from it went into, or
+        # the loads may still be under way when the copy engine overwrites it.
+        spent.store(gl.sum(grad_theta, axis=1))
         grad += gl.where(t == last, _column(numbers, first + OWED_K, square), 0.0)
         grad_first, grad_second = _halves(grad)
         grad = _turned_back(grad_first, grad_second, turns, square)
         dt = _row(numbers, first + DT, half)
         bias = _start_bias(turned_tile, grad, ones)
         mbarrier.arrive(empty.index(ROWS))
-        mbarrier.arrive(empty.index(NUMBERS + place))
         sum_turned += grad
         bias, bias_rest = warpgroup_mma_wait(0, deps=(bias, bias_rest))
         bias_sums, bias_rest_sums = _row_sums(bias), _row_sums(bias_rest)
         mbarrier.wait(made.index(THETA), phase)
         grad_theta += theta.load(half)
-        release(taken.index(THETA))
+        gl.thread_barrier()  # the products above are done in all warps
         # Three bfloat16 numbers hold all digits of a float32.
         high = grad_theta.to(gl.bfloat16)
         grad_theta -= high.to(gl.float32)
@@ -319,7 +324,7 @@ def keys(
         high_tile.store(_joined(high, middle, square))
         low_tile.store(_joined(low, low - low, square))
         fence_async_shared()
-        gl.thread_barrier()
+        release(taken.index(THETA))
         speed = gl.load(speed_ptr + half_t * R + angles, mask=in_chunk, other=0.0)
         turn = gl.zeros([C, C], gl.float32, square)
         turn = warpgroup_mma(seen, low_tile, turn, use_acc=False, is_async=True)
@@ -335,6 +340,7 @@ def keys(
             turn_total_ptr + chunk * R + (angles + 0 * half_t), grad_turn * from_before, mask=half_t + 0 * angles == 0
         )
         sum_speed += grad_turn * dt
+        release(empty.index(NUMBERS + place))
     _store_sum(rows_ptr, sum_turned, sum_rest.load(square), dtype, square)
     gl.store(speed_rows_ptr + half_t * R + angles, sum_speed.to(dtype))
 
@@ -386,7 +392,6 @@ def values(tiles, numbers, made_tiles, sums, barriers, n, num_tokens, steps):
         grad_v = grad_v * to_end
         at_end = gl.sum(grad_v * x.load(square).to(gl.float32), axis=1)
         grad_v += gl.where(t == last, _column(numbers, first + OWED_V, square), 0.0)
-        mbarrier.arrive(empty.index(NUMBERS + place))
         mbarrier.wait(taken.index(OF_VALUES + place), place_phase ^ 1)
         sums.index(VALUE_SUMS * place + FROM_STATE).store(from_state)
         sums.index(VALUE_SUMS * place + AT_END).store(at_end)
@@ -398,6 +403,7 @@ def values(tiles, numbers, made_tiles, sums, barriers, n, num_tokens, steps):
         grad_v = warpgroup_mma(scores_tile.permute((1, 0)), grad_read, grad_v, is_async=True)
         read, grad_v = warpgroup_mma_wait(0, deps=(read, grad_v))
         release(empty.index(VALUES))
+        mbarrier.arrive(empty.index(NUMBERS + place))
         mbarrier.arrive(taken.index(PAIRS))
         grad_v = grad_v.to(dtype)
         mbarrier.wait(full.index(GATE), phase)

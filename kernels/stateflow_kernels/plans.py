@@ -145,6 +145,8 @@ def fallback_plan(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: i
 
 def _with_specialized_kernels(plan, k_dim: int, v_dim: int, shared_memory: int):
     walks = {}
+    if k_dim in hopper.K_DIMS:
+        walks["pre"] = dataclasses.replace(plan.pre, specialized=True)
     for name in ("transition", "transition_backward"):
         tile = getattr(plan, name)
         stages = hopper.default_stages(name == "transition_backward", k_dim, tile.block_v, shared_memory)

@@ -2,7 +2,11 @@
 
 A program takes some tokens of BC channels and walks over them token by token; a thread holds a few neighbouring
 channels and keeps the last W inputs, and in the backward the W unfinished gradients, in registers. So every input is
-read once, apart from the W-1 tokens before a program's first (forward) or behind its last (backward).
+read once, apart from the W-1 tokens before a program's first (forward) or behind its last (backward). Loads of the next
+few tokens are under way while these are computed.
+
+What a thread does for a number takes about as long as memory takes for it. So programs that reach neither end of the
+sequence, nearly all, run a walk that asks for no end; it is the same code with INTERIOR.
 
 What makes a cut invisible to the last bit:
 
@@ -15,32 +19,55 @@ The gradients of weight and bias are sums over tokens: each program writes its o
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .activations import sigmoid, silu
 from .aot import AotCase
 from .primitives import rounded
+from .waves import multiprocessors, units_of_a_program
 
-# Tokens whose loads are in flight together. 8 take so many registers that too few warps fit.
-UNROLL = 4
-# Channels of a thread with W <= 4 (16 bytes of 16-bit inputs forward, 8 backward: again the registers), and the most
-# warps of a program. A wider filter halves the channels.
-FORWARD_SHAPE, BACKWARD_SHAPE = (8, 4), (4, 2)
-# Tokens of a program: as few as fill the device (about 16 warps on each of 132 multiprocessors), within these bounds.
-# More of them mean fewer halo tokens and fewer parts of the weight's gradient.
-WANTED_WARPS = 2048
-FORWARD_TOKENS, BACKWARD_TOKENS = (16, 64), (32, 256)
+
+class Walk(NamedTuple):
+    """How the work is shared out.
+
+    Attributes:
+        channels: of a thread with W <= 4; a wider filter halves them. No more than 16 bytes of inputs.
+        warps: the most of a program.
+        unroll: tokens whose loads are issued together.
+        resident: programs that a multiprocessor holds at once, by their registers.
+        fewest, most: bounds of a program's tokens, multiples of `unroll`. More mean fewer halo tokens and fewer parts
+            of the weight's gradient.
+    """
+
+    channels: int
+    warps: int
+    unroll: int
+    resident: int
+    fewest: int
+    most: int
+
+
+FORWARD, BACKWARD = Walk(4, 4, 4, 6, 16, 96), Walk(2, 4, 4, 9, 16, 160)
 
 
 @triton.jit
 def _weight_columns(weight, channel, in_channels, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
-    """The W columns of weight [C, W], each float32 [BC]. One wide load: column by column it would be strided."""
+    """weight [BC, W2], one wide load: column by column it would be strided."""
     column = tl.arange(0, W2)
     mask = in_channels[:, None] & (column[None, :] < W)
-    columns = tl.load(weight + channel[:, None] * W + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.load(weight + channel[:, None] * W + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _taps(columns, W: tl.constexpr, W2: tl.constexpr):
+    """The W columns, each float32 [BC]. They change threads, so let the loads of inputs be under way before."""
+    column = tl.arange(0, W2)
+    columns = columns.to(tl.float32)
     taps = ()
     for j in tl.static_range(W):
         taps = taps + (tl.sum(tl.where(column[None, :] == j, columns, 0.0), axis=1),)
@@ -48,20 +75,35 @@ def _weight_columns(weight, channel, in_channels, C: tl.constexpr, W: tl.constex
 
 
 @triton.jit
-def _or_tail(token, tail, position, in_channels, C: tl.constexpr, W: tl.constexpr):
-    """float32 [BC]: `token`, loaded from `position`, or before token 0 what the tail has there."""
-    in_tail = (position < 0) & (position > -W)
-    mask = tl.where(in_tail, in_channels, False)  # not &: the interpreter makes numbers of it
-    from_tail = tl.load(tail + (position + (W - 1)) * C, mask=mask, other=0.0)
-    return tl.where(in_tail, from_tail, token.to(tl.float32))
+def _load(pointer, here, in_channels, INTERIOR: tl.constexpr):
+    """[BC] from `pointer`; 0 unless `here`, or in the interior anything."""
+    mask = tl.where(here, in_channels, False)  # not &: the interpreter makes numbers of it
+    if INTERIOR:
+        return tl.load(pointer, mask=mask)
+    else:
+        return tl.load(pointer, mask=mask, other=0.0)
 
 
 @triton.jit
-def _input(x, tail, position, first, num_tokens, in_channels, C: tl.constexpr, W: tl.constexpr):
+def _or_tail(token, tail, position, in_channels, C: tl.constexpr, W: tl.constexpr, INTERIOR: tl.constexpr):
+    """float32 [BC]: `token`, loaded from `position`, or before token 0 what the tail has there."""
+    if INTERIOR:
+        return token.to(tl.float32)
+    else:
+        in_tail = (position < 0) & (position > -W)
+        from_tail = _load(tail + (position + (W - 1)) * C, in_tail, in_channels, False)
+        return tl.where(in_tail, from_tail, token.to(tl.float32))
+
+
+@triton.jit
+def _input(x, tail, position, first, num_tokens, in_channels, C: tl.constexpr, W: tl.constexpr, INTERIOR: tl.constexpr):
     """float32 [BC]: the input at `position`, 0 where there is none. The pointer x is at token `first`."""
-    mask = tl.where((position >= 0) & (position < num_tokens), in_channels, False)
-    token = tl.load(x + (position - first) * C, mask=mask, other=0.0)
-    return _or_tail(token, tail, position, in_channels, C, W)
+    if INTERIOR:
+        here = True
+    else:
+        here = (position >= 0) & (position < num_tokens)
+    token = _load(x + (position - first) * C, here, in_channels, INTERIOR)
+    return _or_tail(token, tail, position, in_channels, C, W, INTERIOR)
 
 
 @triton.jit
@@ -78,17 +120,78 @@ def _before_silu(window, taps, bias, position, doc_start, start, W: tl.constexpr
 
 
 @triton.jit
-def _place(num_blocks, num_groups, UNROLL: tl.constexpr, C: tl.constexpr, BC: tl.constexpr):
+def _place(num_blocks, length, C: tl.constexpr, BC: tl.constexpr):
     """Batch index, first token, index of the token block (counted over the batch) and channels of this program."""
     num_channel_blocks: tl.constexpr = (C + BC - 1) // BC
     program = tl.program_id(0)
     block = program // num_channel_blocks
     channel = (program % num_channel_blocks) * BC + tl.arange(0, BC)
-    return (block // num_blocks).to(tl.int64), (block % num_blocks) * num_groups * UNROLL, block, channel
+    if C % BC == 0:
+        in_channels = tl.full([BC], True, tl.int1)
+    else:
+        in_channels = channel < C
+    return (block // num_blocks).to(tl.int64), (block % num_blocks) * length, block, channel, in_channels
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_groups"])
-def _forward_kernel(
+@triton.jit
+def _bias(bias, channel, in_channels, BC: tl.constexpr):
+    if bias is None:
+        return tl.zeros([BC], tl.float32)
+    else:
+        return tl.load(bias + channel, mask=in_channels, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _doc_start(doc_start, offset, here):
+    if doc_start is None:
+        return 0
+    else:
+        return tl.load(doc_start + offset, mask=here, other=0)
+
+
+@triton.jit
+def _inputs_ahead(
+    x, begin, length, first, num_tokens, in_channels, C: tl.constexpr, UNROLL: tl.constexpr, INTERIOR: tl.constexpr,
+):  # fmt: skip
+    """The inputs at `begin`, where x points to, and behind, relative to the program's first, if they are its."""
+    tokens = ()
+    for u in tl.static_range(UNROLL):
+        here = begin + u < length
+        if not INTERIOR:
+            here = here & (first + begin + u < num_tokens)
+        tokens = tokens + (_load(x + u * C, here, in_channels, INTERIOR),)
+    return tokens
+
+
+@triton.jit
+def _walk(
+    x, columns, bias_C, tail, doc_start, y, length, first, num_tokens, in_channels,
+    C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, UNROLL: tl.constexpr, INTERIOR: tl.constexpr,
+):  # fmt: skip
+    window = ()
+    for j in tl.static_range(W):
+        window = window + (_input(x, tail, first + (j - W), first, num_tokens, in_channels, C, W, INTERIOR),)
+    ahead = _inputs_ahead(x, 0, length, first, num_tokens, in_channels, C, UNROLL, INTERIOR)
+    taps = _taps(columns, W, W2)
+    for begin in range(0, length, UNROLL):
+        tokens = ahead
+        x += UNROLL * C
+        ahead = _inputs_ahead(x, begin + UNROLL, length, first, num_tokens, in_channels, C, UNROLL, INTERIOR)
+        for u in tl.static_range(UNROLL):
+            position = first + begin + u
+            start = _doc_start(doc_start, begin + u, position < num_tokens)
+            window = window[1:] + (tokens[u].to(tl.float32),)
+            out = silu(_before_silu(window, taps, bias_C, position, doc_start, start, W))
+            if INTERIOR:
+                mask = in_channels
+            else:
+                mask = tl.where(position < num_tokens, in_channels, False)
+            tl.store(y + u * C, rounded(out, y.dtype.element_ty), mask=mask)
+        y += UNROLL * C
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "length"])
+def short_conv_kernel(
     x,  # [B, T, C]
     weight,  # [C, W]
     bias,  # [C] or None
@@ -97,16 +200,17 @@ def _forward_kernel(
     y,  # [B, T, C]
     new_tail,  # [B, W-1, C] float32
     num_tokens,
-    num_blocks,  # of num_groups * UNROLL tokens
-    num_groups,
+    num_blocks,
+    length,  # tokens of a block, a multiple of UNROLL
     C: tl.constexpr,
     W: tl.constexpr,
     W2: tl.constexpr,  # the next power of two
     BC: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    batch, first, _, channel = _place(num_blocks, num_groups, UNROLL, C, BC)
-    in_channels = channel < C
+    batch, first, _, channel, in_channels = _place(num_blocks, length, C, BC)
+    columns = _weight_columns(weight, channel, in_channels, C, W, W2)
+    bias_C = _bias(bias, channel, in_channels, BC)
     x += (batch * num_tokens + first) * C + channel
     y += (batch * num_tokens + first) * C + channel
     tail += batch * (W - 1) * C + channel
@@ -114,35 +218,16 @@ def _forward_kernel(
     if doc_start is not None:
         doc_start += batch * num_tokens + first
 
-    taps = _weight_columns(weight, channel, in_channels, C, W, W2)
-    if bias is None:
-        bias_C = tl.zeros([BC], tl.float32)
+    if (first >= W) & (first + length <= num_tokens):
+        _walk(
+            x, columns, bias_C, tail, doc_start, y, length, first, num_tokens, in_channels, C, W, W2, UNROLL, True
+        )  # fmt: skip
     else:
-        bias_C = tl.load(bias + channel, mask=in_channels, other=0.0).to(tl.float32)
-    window = ()
-    for j in tl.static_range(W):
-        window = window + (_input(x, tail, first + (j - W), first, num_tokens, in_channels, C, W),)
-    for group in range(num_groups):
-        begin = group * UNROLL
-        tokens, masks, starts = (), (), ()
-        for u in tl.static_range(UNROLL):
-            here = first + begin + u < num_tokens
-            mask = tl.where(here, in_channels, False)
-            tokens = tokens + (tl.load(x + (begin + u) * C, mask=mask, other=0.0),)
-            masks = masks + (mask,)
-            if doc_start is None:
-                starts = starts + (0,)
-            else:
-                starts = starts + (tl.load(doc_start + (begin + u), mask=here, other=0),)
-        for u in tl.static_range(UNROLL):
-            window = window[1:] + (tokens[u].to(tl.float32),)
-            pre = _before_silu(window, taps, bias_C, first + begin + u, doc_start, starts[u], W)
-            out = pre / (1.0 + tl.exp(-pre))
-            tl.store(y + (begin + u) * C, rounded(out, y.dtype.element_ty), mask=masks[u])
+        _walk(x, columns, bias_C, tail, doc_start, y, length, first, num_tokens, in_channels, C, W, W2, 1, False)
 
-    if first + num_groups * UNROLL >= num_tokens:
+    if first + length >= num_tokens:
         for row in tl.static_range(W - 1):
-            kept = _input(x, tail, num_tokens + (row - W + 1), first, num_tokens, in_channels, C, W)
+            kept = _input(x, tail, num_tokens + (row - W + 1), first, num_tokens, in_channels, C, W, False)
             tl.store(new_tail + row * C, kept, mask=in_channels)
 
 
@@ -150,46 +235,132 @@ def _forward_kernel(
 def _before_silu_gradient(grad_y, window, taps, bias, position, doc_start, start, W: tl.constexpr):
     """float32 [BC]: p = dy silu'(pre) of the token at `position`."""
     pre = _before_silu(window, taps, bias, position, doc_start, start, W)
-    sigmoid = 1.0 / (1.0 + tl.exp(-pre))
-    return grad_y.to(tl.float32) * (sigmoid * tl.fma(pre, 1.0 - sigmoid, 1.0))
+    share = sigmoid(pre)
+    return grad_y.to(tl.float32) * (share * tl.fma(pre, 1.0 - share, 1.0))
 
 
 @triton.jit
-def _add_to_inputs(grads, grad_pre, taps, position, doc_start, start, W: tl.constexpr):
-    """`grads`, for the inputs x_{t-W+1} .. x_t, with what the token at `position` = t adds."""
+def _add_products(sums, factors, grad_pre, position, doc_start, start, W: tl.constexpr):
+    """`sums` with what the token at `position` = t adds: its p times a factor for each of x_{t-W+1} .. x_t it sees."""
     added = ()
     for j in tl.static_range(W):
         if doc_start is None:
-            added = added + (tl.fma(taps[j], grad_pre, grads[j]),)
+            added = added + (tl.fma(factors[j], grad_pre, sums[j]),)
         else:
             part = tl.where(position - (W - 1) + j >= start, grad_pre, 0.0)
-            added = added + (tl.fma(taps[j], part, grads[j]),)
+            added = added + (tl.fma(factors[j], part, sums[j]),)
     return added
 
 
 @triton.jit
-def _add_to_sums(sums, grad_pre, window, position, doc_start, start, W: tl.constexpr):
-    """`sums`, the gradients of the weight's columns, with what the token at `position` adds."""
-    added = ()
-    for j in tl.static_range(W):
-        if doc_start is None:
-            added = added + (tl.fma(window[j], grad_pre, sums[j]),)
-        else:
-            part = tl.where(position - (W - 1) + j >= start, grad_pre, 0.0)
-            added = added + (tl.fma(window[j], part, sums[j]),)
-    return added
-
-
-@triton.jit
-def _tail_gradient(grad_new_tail, position, num_tokens, in_channels, C: tl.constexpr, W: tl.constexpr):
+def _tail_gradient(
+    grad_new_tail, position, num_tokens, in_channels, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
+    INTERIOR: tl.constexpr,
+):  # fmt: skip
     """What the next chunk sends back for the input at `position`; 0 where that is not in the outgoing tail."""
-    row = position - num_tokens + (W - 1)
-    mask = tl.where((row >= 0) & (row < W - 1), in_channels, False)
-    return tl.load(grad_new_tail + row * C, mask=mask, other=0.0)
+    if INTERIOR:
+        return tl.zeros([BC], tl.float32)
+    else:
+        row = position - num_tokens + (W - 1)
+        return _load(grad_new_tail + row * C, (row >= 0) & (row < W - 1), in_channels, False)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_groups"])
-def _backward_kernel(
+@triton.jit
+def _pairs_ahead(
+    x, grad_y, begin, first, num_tokens, in_channels, C: tl.constexpr, W: tl.constexpr, UNROLL: tl.constexpr,
+    INTERIOR: tl.constexpr,
+):  # fmt: skip
+    """dy of the tokens at `begin`, where the pointers are, and before, and the inputs W before them.
+
+    Nothing of tokens before the program's first.
+    """
+    dys, tokens = (), ()
+    for u in tl.static_range(UNROLL):
+        mine = begin - u >= 0
+        here, inside = mine, mine
+        if not INTERIOR:
+            position = first + begin - u
+            here = mine & (position < num_tokens)
+            inside = mine & (position >= W) & (position - W < num_tokens)
+        dys = dys + (_load(grad_y - u * C, here, in_channels, INTERIOR),)
+        tokens = tokens + (_load(x - (u + W) * C, inside, in_channels, INTERIOR),)
+    return dys, tokens
+
+
+@triton.jit
+def _walk_back(
+    grad_y, grad_new_tail, x, columns, bias_C, bias, tail, doc_start, grad_x, grad_tail, parts, length, first,
+    num_tokens, in_channels, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, BC: tl.constexpr,
+    UNROLL: tl.constexpr, INTERIOR: tl.constexpr,
+):  # fmt: skip
+    # The tokens behind this program's last: only what they add to the gradients of its inputs. At each token t,
+    # `window` and `grads` belong to the inputs at t-W+1 .. t.
+    end = first + length - 1
+    zero = tl.zeros([BC], tl.float32)
+    window, grads, sums, behind = (), (), (), ()
+    for j in tl.static_range(W):
+        window = window + (_input(x, tail, end + j, first, num_tokens, in_channels, C, W, INTERIOR),)
+        grads = grads + (zero,)
+        sums = sums + (zero,)
+    for back in tl.static_range(W - 1):
+        position = end + (W - 1 - back)
+        entering = _input(x, tail, position - W, first, num_tokens, in_channels, C, W, INTERIOR)
+        dy = _load(grad_y + (position - first) * C, position < num_tokens, in_channels, INTERIOR)
+        behind = behind + ((entering, dy),)
+    x += (length - 1) * C
+    grad_y += (length - 1) * C
+    grad_x += (length - 1) * C
+    dys, tokens = _pairs_ahead(x, grad_y, length - 1, first, num_tokens, in_channels, C, W, UNROLL, INTERIOR)
+    taps = _taps(columns, W, W2)
+
+    grads = (_tail_gradient(grad_new_tail, end, num_tokens, in_channels, C, W, BC, INTERIOR),) + grads[1:]
+    for back in tl.static_range(W - 1):
+        position = end + (W - 1 - back)
+        start = _doc_start(doc_start, position - first, position < num_tokens)
+        grad_pre = _before_silu_gradient(behind[back][1], window, taps, bias_C, position, doc_start, start, W)
+        grads = _add_products(grads, taps, grad_pre, position, doc_start, start, W)
+        entering = _tail_gradient(grad_new_tail, position - W, num_tokens, in_channels, C, W, BC, INTERIOR)
+        grads = (entering,) + grads[: W - 1]
+        window = (behind[back][0],) + window[: W - 1]
+
+    sum_pre = zero
+    for done in range(0, length, UNROLL):
+        begin = length - 1 - done
+        now_dys, now_tokens = dys, tokens
+        x -= UNROLL * C
+        grad_y -= UNROLL * C
+        dys, tokens = _pairs_ahead(x, grad_y, begin - UNROLL, first, num_tokens, in_channels, C, W, UNROLL, INTERIOR)
+        for u in tl.static_range(UNROLL):
+            position = first + begin - u
+            start = _doc_start(doc_start, begin - u, position < num_tokens)
+            grad_pre = _before_silu_gradient(now_dys[u], window, taps, bias_C, position, doc_start, start, W)
+            grads = _add_products(grads, taps, grad_pre, position, doc_start, start, W)
+            if INTERIOR:
+                mask = in_channels
+            else:
+                mask = tl.where(position < num_tokens, in_channels, False)
+            tl.store(grad_x - u * C, rounded(grads[W - 1], grad_x.dtype.element_ty), mask=mask)
+            sums = _add_products(sums, window, grad_pre, position, doc_start, start, W)
+            if bias is not None:
+                sum_pre += grad_pre
+            entering = _tail_gradient(grad_new_tail, position - W, num_tokens, in_channels, C, W, BC, INTERIOR)
+            grads = (entering,) + grads[: W - 1]
+            entering = _or_tail(now_tokens[u], tail, position - W, in_channels, C, W, INTERIOR)
+            window = (entering,) + window[: W - 1]
+        grad_x -= UNROLL * C
+
+    if not INTERIOR:  # noqa: SIM102  the compiler must not see the other
+        if first == 0:
+            for row in tl.static_range(W - 1):
+                tl.store(grad_tail + row * C, grads[row + 1], mask=in_channels)
+    for j in tl.static_range(W):
+        tl.store(parts + j * C, sums[j], mask=in_channels)
+    if bias is not None:
+        tl.store(parts + W * C, sum_pre, mask=in_channels)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "length"])
+def short_conv_backward_kernel(
     grad_y,  # [B, T, C]
     grad_new_tail,  # [B, W-1, C] float32
     x,  # [B, T, C]
@@ -199,113 +370,64 @@ def _backward_kernel(
     doc_start,  # [B, T] int64 or None
     grad_x,  # [B, T, C]
     grad_tail,  # [B, W-1, C] float32
-    parts,  # [B * num_blocks, W + 1, C] float32: of the weight's columns, then of the bias
+    parts,  # [B * num_blocks, W or with a bias W + 1, C] float32: of the weight's columns, then of the bias
     num_tokens,
     num_blocks,
-    num_groups,
+    length,
     C: tl.constexpr,
     W: tl.constexpr,
     W2: tl.constexpr,
     BC: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    batch, first, block, channel = _place(num_blocks, num_groups, UNROLL, C, BC)
-    in_channels = channel < C
-    length = num_groups * UNROLL
+    batch, first, block, channel, in_channels = _place(num_blocks, length, C, BC)
+    columns = _weight_columns(weight, channel, in_channels, C, W, W2)
+    bias_C = _bias(bias, channel, in_channels, BC)
     x += (batch * num_tokens + first) * C + channel
     grad_x += (batch * num_tokens + first) * C + channel
     grad_y += (batch * num_tokens + first) * C + channel
     tail += batch * (W - 1) * C + channel
     grad_tail += batch * (W - 1) * C + channel
     grad_new_tail += batch * (W - 1) * C + channel
-    parts += block.to(tl.int64) * (W + 1) * C + channel
+    if bias is None:
+        parts += block.to(tl.int64) * W * C + channel
+    else:
+        parts += block.to(tl.int64) * (W + 1) * C + channel
     if doc_start is not None:
         doc_start += batch * num_tokens + first
 
-    taps = _weight_columns(weight, channel, in_channels, C, W, W2)
-    zero = tl.zeros([BC], tl.float32)
-    if bias is None:
-        bias_C = zero
+    # The tokens behind the last, W - 1 of them, must not reach the end, nor be in the outgoing tail.
+    if (first >= W) & (first + length + W - 1 <= num_tokens):
+        _walk_back(
+            grad_y, grad_new_tail, x, columns, bias_C, bias, tail, doc_start, grad_x, grad_tail, parts, length,
+            first, num_tokens, in_channels, C, W, W2, BC, UNROLL, True,
+        )  # fmt: skip
     else:
-        bias_C = tl.load(bias + channel, mask=in_channels, other=0.0).to(tl.float32)
-
-    # The tokens behind this program's last: only what they add to the gradients of its inputs. At each token t,
-    # `window` and `grads` belong to the inputs at t-W+1 .. t.
-    end = first + length - 1
-    window, grads, sums = (), (), ()
-    for j in tl.static_range(W):
-        window = window + (_input(x, tail, end + j, first, num_tokens, in_channels, C, W),)
-        grads = grads + (zero,)
-        sums = sums + (zero,)
-    grads = (_tail_gradient(grad_new_tail, end, num_tokens, in_channels, C, W),) + grads[1:]
-    for back in tl.static_range(W - 1):
-        position = end + (W - 1 - back)
-        here = position < num_tokens
-        dy = tl.load(grad_y + (position - first) * C, mask=tl.where(here, in_channels, False), other=0.0)
-        if doc_start is None:
-            start = 0
-        else:
-            start = tl.load(doc_start + (position - first), mask=here, other=0)
-        grad_pre = _before_silu_gradient(dy, window, taps, bias_C, position, doc_start, start, W)
-        grads = _add_to_inputs(grads, grad_pre, taps, position, doc_start, start, W)
-        entering = _tail_gradient(grad_new_tail, position - W, num_tokens, in_channels, C, W)
-        grads = (entering,) + grads[: W - 1]
-        entering = _input(x, tail, position - W, first, num_tokens, in_channels, C, W)
-        window = (entering,) + window[: W - 1]
-
-    sum_pre = zero
-    for group in range(num_groups):
-        begin = length - 1 - group * UNROLL
-        tokens, dys, masks, starts = (), (), (), ()
-        for u in tl.static_range(UNROLL):
-            position = first + begin - u
-            here = position < num_tokens
-            mask = tl.where(here, in_channels, False)
-            dys = dys + (tl.load(grad_y + (begin - u) * C, mask=mask, other=0.0),)
-            masks = masks + (mask,)
-            inside = (position >= W) & (position - W < num_tokens)
-            mask = tl.where(inside, in_channels, False)
-            tokens = tokens + (tl.load(x + (begin - u - W) * C, mask=mask, other=0.0),)
-            if doc_start is None:
-                starts = starts + (0,)
-            else:
-                starts = starts + (tl.load(doc_start + (begin - u), mask=here, other=0),)
-        for u in tl.static_range(UNROLL):
-            position = first + begin - u
-            grad_pre = _before_silu_gradient(dys[u], window, taps, bias_C, position, doc_start, starts[u], W)
-            grads = _add_to_inputs(grads, grad_pre, taps, position, doc_start, starts[u], W)
-            tl.store(grad_x + (begin - u) * C, rounded(grads[W - 1], grad_x.dtype.element_ty), mask=masks[u])
-            sums = _add_to_sums(sums, grad_pre, window, position, doc_start, starts[u], W)
-            sum_pre += grad_pre
-            entering = _tail_gradient(grad_new_tail, position - W, num_tokens, in_channels, C, W)
-            grads = (entering,) + grads[: W - 1]
-            entering = _or_tail(tokens[u], tail, position - W, in_channels, C, W)
-            window = (entering,) + window[: W - 1]
-
-    if first == 0:
-        for row in tl.static_range(W - 1):
-            tl.store(grad_tail + row * C, grads[row + 1], mask=in_channels)
-    for j in tl.static_range(W):
-        tl.store(parts + j * C, sums[j], mask=in_channels)
-    tl.store(parts + W * C, sum_pre, mask=in_channels)
+        _walk_back(
+            grad_y, grad_new_tail, x, columns, bias_C, bias, tail, doc_start, grad_x, grad_tail, parts, length,
+            first, num_tokens, in_channels, C, W, W2, BC, 1, False,
+        )  # fmt: skip
 
 
-def _channel_block(num_channels: int, width: int, itemsize: int, shape: tuple[int, int]) -> tuple[int, int]:
-    """Channels of a program and its warps."""
-    channels, most_warps = shape
-    per_warp = 32 * min(16 // itemsize, channels if width <= 4 else channels // 2)
+def _constexprs(num_channels: int, width: int, itemsize: int, walk: Walk) -> tuple[dict[str, int], int]:
+    """What a kernel is compiled for, and the warps of a program."""
+    per_warp = 32 * min(16 // itemsize, walk.channels if width <= 4 else walk.channels // 2)
     # The largest program of those that compute the fewest channels that are not there.
-    num_warps = min((4, 2, 1), key=lambda n: (n > most_warps, -(-num_channels // (per_warp * n)) * n))
-    return per_warp * num_warps, num_warps
+    num_warps = min((4, 2, 1), key=lambda n: (n > walk.warps, -(-num_channels // (per_warp * n)) * n))
+    shape = dict(C=num_channels, W=width, W2=triton.next_power_of_2(width), BC=per_warp * num_warps)
+    return shape | dict(UNROLL=walk.unroll), num_warps
 
 
-def _launch_shape(x_BTC: Tensor, block_channels: int, num_warps: int, bounds: tuple[int, int]) -> tuple[int, int]:
-    """The number of token blocks, and the groups of UNROLL tokens in each."""
+def _share_out(x_BTC: Tensor, block_channels: int, walk: Walk) -> tuple[int, int]:
+    """The number of token blocks, and the tokens of each."""
     batch, num_tokens, num_channels = x_BTC.shape
-    warps_a_token = batch * -(-num_channels // block_channels) * num_warps
-    tokens = min(max(num_tokens * warps_a_token // WANTED_WARPS, bounds[0]), bounds[1])
-    num_groups = min(tokens // UNROLL, -(-num_tokens // UNROLL))
-    return -(-num_tokens // (num_groups * UNROLL)), num_groups
+    programs_of_a_block = batch * triton.cdiv(num_channels, block_channels)
+    length = walk.unroll * units_of_a_program(
+        triton.cdiv(num_tokens, walk.unroll), programs_of_a_block, walk.resident * multiprocessors(x_BTC.device),
+        walk.most // walk.unroll,
+    )  # fmt: skip
+    length = max(length, walk.fewest)
+    return triton.cdiv(num_tokens, length), length
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -313,7 +435,12 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def forward(
-    x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, tail_BWC: Tensor, doc_start_BT: Tensor | None
+    x_BTC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    tail_BWC: Tensor,
+    doc_start_BT: Tensor | None,
+    walk: Walk | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y in x's dtype and the last W-1 inputs, float32.
 
@@ -326,14 +453,12 @@ def forward(
     x, weight, bias, tail, doc_start = _contiguous(x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT)
     (batch, num_tokens, num_channels), width = x.shape, weight.shape[1]
     y, new_tail = torch.empty_like(x), torch.empty_like(tail)
-    block_channels, num_warps = _channel_block(num_channels, width, x.element_size(), FORWARD_SHAPE)
-    num_blocks, num_groups = _launch_shape(x, block_channels, num_warps, FORWARD_TOKENS)
-    grid = (batch * num_blocks * -(-num_channels // block_channels),)
-    _forward_kernel[grid](
-        x, weight, bias, tail, doc_start, y, new_tail, num_tokens, num_blocks, num_groups,
-        C=num_channels, W=width, W2=triton.next_power_of_2(width), BC=block_channels, UNROLL=UNROLL,
-        num_warps=num_warps,
-    )  # fmt: skip
+    shape, num_warps = _constexprs(num_channels, width, x.element_size(), walk or FORWARD)
+    num_blocks, length = _share_out(x, shape["BC"], walk or FORWARD)
+    grid = (batch * num_blocks * triton.cdiv(num_channels, shape["BC"]),)
+    short_conv_kernel[grid](
+        x, weight, bias, tail, doc_start, y, new_tail, num_tokens, num_blocks, length, **shape, num_warps=num_warps
+    )
     return y, new_tail
 
 
@@ -345,8 +470,9 @@ def backward(
     bias_C: Tensor | None,
     tail_BWC: Tensor,
     doc_start_BT: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias (computed in any case) and tail: float32 but for x's, which has x's dtype.
+    walk: Walk | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Gradients of x, weight, bias and tail: float32 but for x's, which has x's dtype.
 
     Those of x and tail are the same bits wherever the sequence is cut. Arguments as in `forward`.
     """
@@ -354,40 +480,37 @@ def backward(
         grad_y_BTC, grad_tail_BWC, x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT
     )
     (batch, num_tokens, num_channels), width = x.shape, weight.shape[1]
-    block_channels, num_warps = _channel_block(num_channels, width, x.element_size(), BACKWARD_SHAPE)
-    num_blocks, num_groups = _launch_shape(x, block_channels, num_warps, BACKWARD_TOKENS)
+    shape, num_warps = _constexprs(num_channels, width, x.element_size(), walk or BACKWARD)
+    num_blocks, length = _share_out(x, shape["BC"], walk or BACKWARD)
     grad_x, grad_tail = torch.empty_like(x), torch.empty_like(tail)
-    parts = torch.empty(batch * num_blocks, width + 1, num_channels, dtype=torch.float32, device=x.device)
-    grid = (batch * num_blocks * -(-num_channels // block_channels),)
-    _backward_kernel[grid](
-        grad_y, grad_new_tail, x, weight, bias, tail, doc_start, grad_x, grad_tail, parts,
-        num_tokens, num_blocks, num_groups,
-        C=num_channels, W=width, W2=triton.next_power_of_2(width), BC=block_channels, UNROLL=UNROLL,
-        num_warps=num_warps,
+    num_sums = width if bias is None else width + 1
+    parts = torch.empty(batch * num_blocks, num_sums, num_channels, dtype=torch.float32, device=x.device)
+    grid = (batch * num_blocks * triton.cdiv(num_channels, shape["BC"]),)
+    short_conv_backward_kernel[grid](
+        grad_y, grad_new_tail, x, weight, bias, tail, doc_start, grad_x, grad_tail, parts, num_tokens, num_blocks,
+        length, **shape, num_warps=num_warps,
     )  # fmt: skip
     sums = parts.sum(0)
-    return grad_x, sums[:width].t(), sums[width], grad_tail
+    return grad_x, sums[:width].t(), None if bias is None else sums[width], grad_tail
 
 
 def aot_cases() -> Iterator[AotCase]:
     pointers = dict(x="*{}", weight="*{}", bias="*{}", tail="*fp32", doc_start="*i64")
     kernels = {
-        _forward_kernel: dict(y="*{}", new_tail="*fp32"),
-        _backward_kernel: dict(
+        short_conv_kernel: dict(y="*{}", new_tail="*fp32"),
+        short_conv_backward_kernel: dict(
             grad_y="*{}", grad_new_tail="*fp32", grad_x="*{}", grad_tail="*fp32", parts="*fp32"
         ),
     }
-    shapes = [("bf16", 2048, 4, True), ("fp32", 90, 3, False)]
+    shapes = [("bf16", 2560, 4, False), ("bf16", 2048, 4, True), ("fp32", 90, 3, False)]
     for kernel, more in kernels.items():
         for dtype, num_channels, width, with_docs in shapes:
             types = {name: text.format(dtype) for name, text in (pointers | more).items()}
-            types |= dict(num_tokens="i32", num_blocks="i32", num_groups="i32")
-            shape = FORWARD_SHAPE if kernel is _forward_kernel else BACKWARD_SHAPE
-            block_channels, num_warps = _channel_block(num_channels, width, 2 if dtype == "bf16" else 4, shape)
-            constexprs = dict(C=num_channels, W=width, W2=triton.next_power_of_2(width))
-            constexprs |= dict(BC=block_channels, UNROLL=UNROLL)
+            types |= dict(num_tokens="i32", num_blocks="i32", length="i32")
+            walk = FORWARD if kernel is short_conv_kernel else BACKWARD
+            constexprs, num_warps = _constexprs(num_channels, width, 2 if dtype == "bf16" else 4, walk)
             if not with_docs:
                 types = {name: text for name, text in types.items() if name not in ("doc_start", "bias")}
                 constexprs |= dict(doc_start=None, bias=None)
-            name = f"{kernel.__name__.strip('_')} {dtype} C={num_channels} W={width} docs,bias={with_docs}"
+            name = f"{kernel.__name__} {dtype} C={num_channels} W={width} docs,bias={with_docs}"
             yield AotCase(name, kernel, types, constexprs, num_warps)

@@ -211,7 +211,7 @@ class LanguageModel(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict(
             {
-                str(i): Block(config.dim, MIXERS[kind](config), config.ffn_dim, config.norm_eps)
+                str(i): Block(config.dim, MIXERS[kind](config), config.ffn_dim, config.norm_eps, config.backend)
                 for i, kind in enumerate(config.layer_kinds())
             }
         )

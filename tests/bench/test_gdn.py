@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,23 @@ def test_absent_peers_are_skipped_with_a_word(work, monkeypatch):
     assert row["skipped"].startswith("fla.ops.gated_delta_rule cannot be imported (")
     with pytest.raises(Absent, match="128 x 128 only"):
         SUBJECT.contestants("flashqla", SHAPE, CPU)
+
+
+def test_flashqla_runs_with_its_split_and_without(work, monkeypatch):
+    splits = []
+
+    def op(q, k, v, g, beta, scale=None, initial_state=None, *, auto_cp, **options):
+        assert scale is None and g.dtype == beta.dtype == initial_state.dtype == torch.float32
+        splits.append(auto_cp)
+        return reference(q, k, v, g, beta, initial_state, **options)
+
+    module = types.ModuleType("flash_qla")
+    module.chunk_gated_delta_rule = op
+    monkeypatch.setitem(sys.modules, "flash_qla", module)
+    done_path(work).touch()
+    rows = rows_of("flashqla", work, [replace(SHAPE, k_dim=128, v_dim=128)])
+    assert [row["contestant"] for row in rows] == ["flashqla", "flashqla, no split"]
+    assert not any("failed" in row for row in rows) and set(splits) == {True, False}
 
 
 def test_parity_is_computed_once_for_all_lengths(monkeypatch):

@@ -22,7 +22,7 @@ import stateflow_kernels
 
 # Those with kernels for Hopper; what imports from another comes after it.
 MODULES = (
-    *("hopper_transition", "hopper_gradients", "hopper_outputs"),
+    *("hopper_transition", "hopper_gradients", "hopper_outputs", "hopper_prepare"),
     *("hopper_mamba3_tiles", "hopper_mamba3_rows", "hopper_mamba3_local", "hopper_mamba3_out", "hopper_mamba3_both"),
     *("hopper_mamba3_groups", "hopper_mamba3_gradients"),
 )
@@ -51,6 +51,15 @@ class Registers:
     def __index__(self) -> int:
         return int(self.data)
 
+    def reshape(self, shape) -> "Registers":
+        return Registers(self.data.reshape(shape))
+
+    def permute(self, order) -> "Registers":
+        return Registers(self.data.permute(order))
+
+    def split(self) -> tuple["Registers", "Registers"]:
+        return tuple(Registers(x) for x in self.data.unbind(-1))
+
     def __bool__(self) -> bool:
         return bool(self.data)
 
@@ -76,7 +85,9 @@ def _operator(function, swapped: bool):
     return apply
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "rshift", "lt", "le", "gt", "ge", "eq", "ne"):
+for _name in (
+    "add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "rshift", "lt", "le", "gt", "ge", "eq", "ne",
+):  # fmt: skip
     _function = getattr(operator, _name)
     setattr(Registers, f"__{_name.strip('_')}__", _operator(_function, swapped=False))
     if _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_"):
@@ -123,6 +134,9 @@ class Shared:
 
     def _reinterpret(self, dtype, shape, layout) -> "Shared":
         return Shared(self.data.view(dtype).view(shape))
+
+    def _keep_alive(self) -> None:
+        pass
 
     def load(self, layout) -> Registers:
         return Registers(self.data.clone())
@@ -197,6 +211,10 @@ def _multiply(a, b, acc, use_acc=True, is_async=False) -> Registers:
     return result
 
 
+def _multiply_in_registers(a, b, acc) -> Registers:
+    return Registers(_operand(a) @ _operand(b) + acc.data)
+
+
 def _wait_for_products(num_outstanding: int, deps):
     while len(_group.products) > num_outstanding:
         a, b, operands = _group.products.pop(0)
@@ -258,7 +276,9 @@ def _scan(x, axis: int, combine):
     return results if isinstance(x, tuple) else results[0]
 
 
-_INSTRUCTIONS = {"sin": torch.sin, "cos": torch.cos, "ex2": torch.exp2, "rcp": torch.reciprocal}
+_INSTRUCTIONS = {
+    "sin": torch.sin, "cos": torch.cos, "ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal
+}  # fmt: skip
 
 
 def _inline(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) -> Registers:
@@ -281,7 +301,9 @@ class _Kernel:
             args = [Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in args]
             _Kernel.programs = grid[0]
             for _Kernel.program in range(grid[0]):
+                _group.products = []
                 self.function(*args, **constants)
+                assert not _group.products, "products that nobody waits for"
 
         return launch
 
@@ -300,7 +322,9 @@ def _language() -> dict[str, types.ModuleType]:
     vars(language).update(
         constexpr=lambda x: x,
         **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")},
-        **{name: lambda *_, **__: None for name in ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout")},
+        **dict.fromkeys(
+            ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *_, **__: None
+        ),
         SwizzledSharedLayout=lambda *_, **__: None,
         NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
         allocate_shared_memory=_allocate,
@@ -315,6 +339,9 @@ def _language() -> dict[str, types.ModuleType]:
         exp=lambda x: Registers(x.data.exp()),
         where=lambda condition, x, y: Registers(torch.where(torch.as_tensor(plain(condition)), plain(x), plain(y))),
         sum=lambda x, axis: Registers(x.data.sum(axis)),
+        max=lambda x, axis: Registers(x.data.amax(axis)),
+        rsqrt=lambda x: Registers(x.data.rsqrt()),
+        zeros_like=lambda x: Registers(torch.zeros_like(x.data)),
         minimum=lambda x, y: Registers(torch.minimum(*map(torch.as_tensor, (plain(x), plain(y))))),
         maximum=lambda x, y: Registers(torch.maximum(*map(torch.as_tensor, (plain(x), plain(y))))),
         full=lambda shape, value, dtype, layout: Registers(torch.full(shape, value, dtype=dtype)),
@@ -333,6 +360,7 @@ def _language() -> dict[str, types.ModuleType]:
     gluon.jit, gluon.language = _jit, language
     hopper = types.ModuleType("triton.experimental.gluon.language.nvidia.hopper")
     hopper.fence_async_shared = lambda: None
+    hopper.mma_v2 = _multiply_in_registers
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = _multiply, _wait_for_products
     hopper.mbarrier = types.SimpleNamespace(
         MBarrierLayout=lambda: "barriers",

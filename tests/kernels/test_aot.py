@@ -10,7 +10,7 @@ import pytest
 import triton
 
 pytestmark = pytest.mark.slow
-MODULES = ("short_conv", "gated_norm", "gates", "softmax_loss")
+MODULES = ("short_conv", "gated_norm", "gates", "softmax_loss", "swiglu")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from stateflow_kernels import hopper
 from stateflow_kernels.aot import overwritten
-from stateflow_kernels.assembler import undefined
+from stateflow_kernels.assembler import touched, undefined, under_way
 
 pytestmark = pytest.mark.slow
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
@@ -34,6 +34,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
     kernels = {"transition", "transition_backward", "pre", "out", "out_backward"}
     kernels |= {"query_backward", "solve_backward", "key_backward"}
     specialised = {"transition_kernel", "transition_backward_kernel", "transition_out_kernel", "gradients_kernel"}
+    specialised |= {"pre_kernel"}
     specialised = specialised if hopper.known_triton() else set()
     expected = {(kernel, arch) for kernel in kernels for arch in (80, 90)} | {(kernel, 90) for kernel in specialised}
     assert names == expected
@@ -44,6 +45,15 @@ def test_the_walks_use_tensor_cores_without_spilling(reports):
     walks = [r for r in walks if "specialised" not in r["case"]]
     assert len(walks) == 4 and all(r["num_warps"] == 4 for r in walks)
     assert not [r for r in walks if not r["wgmma"] or r["spill_bytes"] or r["shared_bytes"] > SHARED_BYTES]
+
+
+def test_pre_spills_nothing(reports):
+    """A program has 4 warps: four fit a multiprocessor with 128 registers a thread and this much shared memory."""
+    prepares = [r for r in reports if r["case"].split(",")[0] == "pre_kernel"]
+    assert len(prepares) == 4 * hopper.known_triton()
+    assert not [
+        r for r in prepares if r["spill_bytes"] or r["registers"] > 128 or r["shared_bytes"] > SHARED_BYTES // 4
+    ]
 
 
 def test_no_product_reads_a_buffer_that_is_being_filled(reports):
@@ -68,6 +78,80 @@ def test_a_register_that_nothing_wrote_is_found():
     start = "        /*0010*/                   UMOV UR24, 0x400 ;"
     assert undefined(start + lines) == ["1d00 UIADD3 UR6", "1e40 HGMMA.64x64x16.F32.BF16 UR32"]
     assert undefined(start + start.replace("UR24", "UR6") + lines) == ["1e40 HGMMA.64x64x16.F32.BF16 UR32"]
+
+
+def test_no_accumulator_is_touched_under_its_products(reports):
+    assert not [(r["case"], r["touched"]) for r in reports if r["touched"]]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "found"),
+    [
+        ("FMUL R3, R60, R3", ["R60"]),
+        ("LDS.64 R54, [R10+0x40]", []),
+        ("LDS.64 R55, [R10+0x40]", ["R56"]),
+        ("LDS.64 R54, [R87+0x40]", ["R87"]),
+        ("STSM.16.M88.4 [R10+0x20000], R53", ["R56"]),
+        ("FMUL R24, R24, R88", []),  # of the group that has been waited for
+    ],
+)
+def test_an_accumulator_that_is_touched_under_its_products_is_found(instruction, found):
+    """Two groups are under way, one has been waited for; at the end all have been."""
+    lines = """
+        /*2220*/                   HGMMA.64x64x16.F32 R24, gdesc[UR12], RZ, !UPT ;
+        /*2260*/                   HGMMA.64x64x16.F32 R24, gdesc[UR52], R24, gsb0 ;
+        /*2280*/                   HGMMA.64x64x16.F32 R56, gdesc[UR44].tnspB, R56 ;
+        /*22d0*/                   HGMMA.64x64x16.F32 R56, gdesc[UR24].tnspB, R56, gsb0 ;
+        /*23a0*/                   HGMMA.64x64x16.F32 R56, gdesc[UR44].tnspA.tnspB, R56, gsb0 ;
+        /*2780*/                   WARPGROUP.DEPBAR.LE gsb0, 0x2 ;
+        /*2790*/                   INSTRUCTION ;
+        /*33a0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*33b0*/                   FMUL R56, R56, R57 ;"""
+    operation = instruction.split()[0]
+    expected = [f"2790 {operation} {register}" for register in found]
+    assert touched(lines.replace("INSTRUCTION", instruction)) == expected
+    assert touched(lines.replace("INSTRUCTION", "NOP").replace("DEPBAR.LE gsb0, 0x0", "ARRIVE")) == ["33b0 FMUL R56"]
+
+
+def test_no_tile_is_given_back_while_loads_of_it_are_under_way(reports):
+    assert not [(r["case"], r["under_way"]) for r in reports if r["under_way"]]
+
+
+def _encoded(address: int, instruction: str, releases: int = 7, waits: int = 0) -> str:
+    """An instruction with the scoreboard that its result releases and a mask of those that it waits for."""
+    word = releases << 46 | waits << 52 | 0x000E000000000000 & ~(7 << 46)
+    return f"  /*{address:04x}*/         {instruction} ;  /* 0x0000000000007918 */\n   /* 0x{word:016x} */\n"
+
+
+LOAD = ("LDSM.16.M88.4 R64, [R128+UR28+0x1a000]", 4)
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ([LOAD], True),
+        ([LOAD, ("FMUL R2, R64, R3", 7, 1 << 4)], False),  # waited for
+        ([LOAD, ("FMUL R2, R3, R3", 7, 1 << 2)], True),  # something else was
+        (
+            [("LDSM.16.M88.4 R64, [R128]", 7), ("SHFL.BFLY PT, R7, R6, 0x1, 0x1f", 1), ("FADD R1, R7, R1", 7, 1 << 1)],
+            False,
+        ),
+        ([("SHFL.BFLY PT, R7, R6, 0x1, 0x1f", 1), LOAD, ("FADD R1, R7, R1", 7, 1 << 1)], True),
+        ([("LDS R64, [R128+0x1a000]", 4)], False),  # a number, not a tile
+    ],
+)
+def test_a_load_under_way_where_its_place_is_given_back_is_found(code, found):
+    """As the last use of k was assembled for K = 64, V = 128 and float16."""
+    code = [*code, ("BAR.SYNC.DEFER_BLOCKING 0x0, 0x80", 7)]
+    told = [*code, ("SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR28+0x270a0], RZ", 7)]
+    told, only_barrier = ("".join(_encoded(16 * i, *one) for i, one in enumerate(lines)) for lines in (told, code))
+    places = [
+        f"{16 * i:04x} {LOAD[0].split()[0]}, barrier {16 * len(code) - 16:04x}"
+        for i, one in enumerate(code)
+        if one == LOAD
+    ]
+    assert under_way(told) == (places if found else [])
+    assert under_way(only_barrier) == []  # nothing is given back
 
 
 def test_a_single_buffer_under_products_in_flight_is_found():

@@ -118,7 +118,7 @@ def test_cuts_and_splits_give_the_same_bits(dtype, sizes, monkeypatch):
 
 
 @pytest.mark.parametrize("with_docs", [False, True])
-@pytest.mark.parametrize("sizes", [(d, d) for d in hopper.MERGED_DIMS], ids=str)
+@pytest.mark.parametrize("sizes", list(itertools.product(hopper.MERGED_DIMS, repeat=2)), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_all_gradients_from_one_kernel(dtype, sizes, with_docs, monkeypatch):
     """Right, the same bits each time and however the sequence is cut, for any number of chunks a program."""
@@ -143,25 +143,26 @@ def test_all_gradients_from_one_kernel(dtype, sizes, with_docs, monkeypatch):
 
 
 @pytest.mark.parametrize("with_docs", [False, True])
-@pytest.mark.parametrize("sizes", [(128, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("sizes", list(itertools.product(hopper.K_DIMS, (64, 128))), ids=str)
 def test_walk_and_outputs_in_one_have_the_bits_of_two(sizes, with_docs, monkeypatch):
     torch.manual_seed(0)
     inputs = make(1, 1000, 3, 2, *sizes)
     if not hopper.available(inputs[0].device):
         pytest.skip("not this GPU, or not this Triton")
     docs = documents(1, 1000, rate=0.005).cuda() if with_docs else None
-    use_default_with(monkeypatch, transition_out=Tile(32, 4, 2))
+    pre = Tile(64, 4, 2)  # the other form rounds otherwise than Out does
+    use_default_with(monkeypatch, pre=pre, transition_out=Tile(32, 4, 2))
     expected = gated_delta_rule(*inputs, docs, **TRITON)
     for block_v, stages, cuts in itertools.product((16, 32), (2, 3), ((), (0.3, 0.6))):
         if hopper.out_shared_bytes(sizes[0], block_v, stages) + 1024 <= 232_448:
             tile = Tile(block_v, 4, stages, specialized=True)
-            use_default_with(monkeypatch, transition_out=tile, cuts=cuts)
+            use_default_with(monkeypatch, pre=pre, transition_out=tile, cuts=cuts)
             for _ in range(10):
                 assert_same_bits(gated_delta_rule(*inputs, docs, **TRITON), expected)
 
 
 @pytest.mark.parametrize("with_docs", [False, True])
-@pytest.mark.parametrize("sizes", [(128, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("sizes", list(itertools.product(hopper.K_DIMS, (64, 128))), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_specialised_walks_have_the_bits_of_tritons(dtype, sizes, with_docs, monkeypatch):
     """At each depth that fits: an odd one has three places for results, the others two."""
@@ -170,17 +171,57 @@ def test_specialised_walks_have_the_bits_of_tritons(dtype, sizes, with_docs, mon
     if not hopper.available(inputs[0].device):
         pytest.skip("not this GPU, or not this Triton")
     docs = documents(1, 1000, rate=0.005) if with_docs else None
-    walks = ("transition", "transition_out", "transition_backward")
-    use_default_with(monkeypatch, **dict.fromkeys(walks, Tile(32, 4, 2)), gradient_chunks=0)
+    walks, pre = ("transition", "transition_out", "transition_backward"), Tile(64, 4, 2)
+    use_default_with(monkeypatch, pre=pre, **dict.fromkeys(walks, Tile(32, 4, 2)), gradient_chunks=0)
     expected = run(inputs, docs, **TRITON)
     for block_v, stages, overlap in itertools.product((16, 32), (2, 3, 4), ({}, OVERLAP)):
         fits = (sizes[0], block_v, 232_448)
         if stages > min(hopper.default_stages(True, *fits), hopper.default_out_stages(*fits)):
             continue
         tiles = dict.fromkeys(walks, Tile(block_v, 4, stages, specialized=True))
-        use_default_with(monkeypatch, **tiles, gradient_chunks=0, **overlap)
+        use_default_with(monkeypatch, pre=pre, **tiles, gradient_chunks=0, **overlap)
         for _ in range(10):
             assert_same_bits(run(inputs, docs, **TRITON), expected)
+
+
+@pytest.mark.parametrize("with_docs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_prepared_for_hopper(dtype, with_docs, monkeypatch):
+    """Right, the same bits each time and however the sequence is cut; two heads share their keys."""
+    torch.manual_seed(0)
+    inputs = make(1, 1000, 2, 2, 128, 128, dtype=dtype, max_decay=0.3)
+    if not hopper.available(inputs[0].device):
+        pytest.skip("not this GPU, or not this Triton")
+    docs = documents(1, 1000, rate=0.005) if with_docs else None
+    launches, launch = [], hopper.prepare
+    monkeypatch.setattr(hopper, "prepare", lambda *args: launches.append(args[-1]) or launch(*args))
+    first = run(inputs, docs, **TRITON)
+    assert {False, True} == set(launches), "with the solve and without"
+    expected = run(exact(inputs), docs, backend="chunk", use_qk_l2norm_in_kernel=True)
+    for result, reference, bound in zip(first, expected, BOUNDS[dtype], strict=True):
+        assert_close([result.cpu()], [reference], bound)
+    for changes in ({}, OVERLAP):
+        use_default_with(monkeypatch, **changes)
+        for _ in range(20):
+            assert_same_bits(run(inputs, docs, **TRITON), first)
+        assert_same_bits(run_in_pieces(inputs, docs, [128, 192, 896], **TRITON), first)
+
+
+def test_keys_that_are_nearly_parallel(monkeypatch):
+    """beta 2 and nothing forgotten: the solve of T is at its hardest, and both forms have the same errors."""
+    torch.manual_seed(0)
+    inputs = make(1, 300, 1, 1, 128, 128, max_decay=0.0)
+    with torch.no_grad():
+        inputs[1] += 10 * torch.randn_like(inputs[1][:, :1])
+        inputs[4].fill_(2.0)
+    expected = run(exact(inputs), None, backend="chunk", use_qk_l2norm_in_kernel=True)
+    errors = []
+    for pre in (Tile(64, 4, 2), Tile(64, 4, 2, specialized=True)):
+        use_default_with(monkeypatch, pre=pre)
+        results = run(inputs, None, **TRITON)
+        pairs = zip(results, expected, strict=True)
+        errors.append([((x.cpu().double() - y).norm() / y.norm()).item() for x, y in pairs])
+    assert all(b < 1.5 * a + 1e-3 for a, b in zip(*errors, strict=True)), errors
 
 
 def test_a_batch_is_its_sequences():

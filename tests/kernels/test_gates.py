@@ -54,6 +54,19 @@ def test_the_bits_of_a_token_do_not_depend_on_its_place(device):
 
 
 @on_devices
+def test_rows_apart_and_columns_apart(device):
+    """Two projections of one product are views of its output."""
+    a, b, *parameters = make_inputs(device, (1, 300, 6), torch.bfloat16)
+    expected = delta_gates(a, b, *parameters, backend="triton")
+    together = torch.cat([a, b], -1)
+    columns = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (a, b)]
+    for views in ([together[..., :6], together[..., 6:]], columns):
+        assert not any(x.is_contiguous() for x in views)
+        assert_same_bits(delta_gates(*views, *parameters, backend="triton"), expected)
+        check_gates([*views, *parameters], False)
+
+
+@on_devices
 def test_no_uninitialised_memory_is_read_or_left(device):
     with poisoned_memory():
         check_gates(make_inputs(device, (1, 300, 6), torch.float32), True)

@@ -281,6 +281,9 @@ def test_where_the_walks_for_hopper_run(change, runs, monkeypatch):
     monkeypatch.setattr(hopper, "available", lambda device: values["available"])
     memory = torch.empty(1024, dtype=torch.bfloat16)[values["offset"] :]
     assert hopper.runs(SimpleNamespace(**values), values["tile"], memory) is runs
+    if "v_dim" not in change:
+        assert hopper.prepares(SimpleNamespace(**values), values["tile"], torch.empty(0), memory) is runs
+        assert not hopper.prepares(SimpleNamespace(**values), values["tile"], None, memory), "without P to make"
 
 
 def test_only_scans_may_have_eight_rows():

@@ -20,11 +20,11 @@ PLAN = ChunkPlan.explicit(97, [16, 15, 14, 13, 11, 9, 8, 6, 3, 2])
 
 def run(
     kinds, *, compiled: bool, recompute: bool = False, docs: bool = False, working: bool = False, policy: str = "1f1b",
-    backend: str = "aot_eager", device: str = "cpu", plan: ChunkPlan = PLAN,
+    backend: str = "aot_eager", device: str = "cpu", plan: ChunkPlan = PLAN, dtype: torch.dtype = torch.float32,
 ):  # fmt: skip
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
-    model = cases.make_model(kinds, torch.float32).to(device)
+    model = cases.make_model(kinds, dtype).to(device)
     tokens, labels = (t.to(device) for t in cases.make_batch(2, plan.seq_len, seed=4))
     documents = cases.make_documents(2, plan.seq_len, seed=4, density=0.05).to(device) if docs else None
     (stage,) = cases.make_stages(model, 1, plan)
@@ -53,12 +53,14 @@ def run(
     + [("gdn", True, False), ("mamba3", False, True), ("attention", False, True)],
 )
 def test_compiled_blocks_equal_eager_with_few_graphs(kind, recompute, docs):
-    losses, grads, graphs = run([kind, kind], compiled=True, recompute=recompute, docs=docs)
-    eager_losses, eager_grads, _ = run([kind, kind], compiled=False, recompute=recompute, docs=docs)
-    assert torch.allclose(losses, eager_losses, rtol=1e-5)
+    # Not float32: they add up the gradients of a norm's output in another order (see `stateflow.projections`).
+    options = dict(recompute=recompute, docs=docs, dtype=torch.float64)
+    losses, grads, graphs = run([kind, kind], compiled=True, **options)
+    eager_losses, eager_grads, _ = run([kind, kind], compiled=False, **options)
+    assert torch.allclose(losses, eager_losses, rtol=1e-10)
     grads = {name.replace("_orig_mod.", ""): g for name, g in grads.items()}
     worst, name = cases.largest_difference(grads, eager_grads)
-    assert worst <= 1e-5, (name, worst)
+    assert worst <= 1e-10, (name, worst)
     # The first chunk's length is static, the second makes it dynamic; attention also sees a first chunk without prefix.
     assert graphs <= (3 if kind == "attention" else 2), graphs
 

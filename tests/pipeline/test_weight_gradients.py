@@ -75,8 +75,14 @@ def test_any_linear_module(shape, needs_grad, order):
             torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
 
 
+CAT = torch.ops.aten.cat.default
+
+
 class Products(TorchDispatchMode):
-    """Notes the operations that return a tensor of one of `shapes`, unless it is a view, and that tensor's address."""
+    """Notes the operations that return a tensor of one of `shapes`, and that tensor's address.
+
+    Not views, and not the weights of projections that go together.
+    """
 
     def __init__(self, shapes):
         super().__init__()
@@ -85,7 +91,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor) and t.shape in self.shapes and not func.is_view:
+            if isinstance(t, torch.Tensor) and t.shape in self.shapes and not (func.is_view or func is CAT):
                 self.seen.append((func, t.data_ptr()))
         return result
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..projections import project
 from ..recurrence import prefix_attention
 from ..recurrence.numerics import at_least_float32
 from . import initialize
@@ -92,7 +93,7 @@ class Attention(Mixer):
 
     def pre(self, x_BTD: Tensor, state: State, docs: Tensor | None) -> tuple[State, State, State]:
         q_BTHK, k_BTGK, v_BTGK = (
-            project(x_BTD).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
+            y.unflatten(-1, (-1, self.head_dim)) for y in project(x_BTD, self.wq, self.wk, self.wv)
         )
         position_BT = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
         if self.rope_reset and docs is not None:

@@ -15,12 +15,12 @@ class Block(nn.Module):
     tuples of tensors.
     """
 
-    def __init__(self, dim: int, mixer: Mixer, ffn_dim: int, norm_eps: float = 1e-6):
+    def __init__(self, dim: int, mixer: Mixer, ffn_dim: int, norm_eps: float = 1e-6, backend: str = "chunk"):
         super().__init__()
         self.mixer_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.mixer = mixer
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.feed_forward = FeedForward(dim, ffn_dim)
+        self.feed_forward = FeedForward(dim, ffn_dim, backend)
 
     def initializers(self, std: float, out_std: float) -> dict[str, Initializer]:
         return {

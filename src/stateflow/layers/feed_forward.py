@@ -1,20 +1,25 @@
 """The position-wise part of a block."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..projections import project
+from ..recurrence import swiglu
 from . import initialize
 from .initialize import Initializer
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x), [..., dim] -> [..., dim] through `hidden_dim`."""
+    """SwiGLU: w2(silu(w1 x) * w3 x), [..., dim] -> [..., dim] through `hidden_dim`.
+
+    `backend`: see `stateflow.recurrence.backends`.
+    """
 
     # As in a mixer (see `Mixer.sharding`): each hidden unit is a head of its own.
     sharding = {"w1.weight": "heads", "w3.weight": "heads", "w2.weight": "heads_in"}
 
-    def __init__(self, dim: int, hidden_dim: int):
+    def __init__(self, dim: int, hidden_dim: int, backend: str = "chunk"):
         super().__init__()
+        self.backend = backend
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
@@ -35,4 +40,4 @@ class FeedForward(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """What w2 projects back, [..., hidden_dim]."""
-        return F.silu(self.w1(x)) * self.w3(x)
+        return swiglu(*project(x, self.w1, self.w3), backend=self.backend)

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..projections import project
 from ..recurrence import delta_gates, gated_delta_rule, short_conv
 from ..recurrence.numerics import at_least_float32
 from . import initialize
@@ -163,18 +164,19 @@ class GatedDeltaNet(Mixer):
         )
 
     def pre(self, x_BTD: Tensor, state: State, docs: Tensor | None) -> tuple[State, State, State]:
-        q, conv_q = self.q_conv1d(self.q_proj(x_BTD), state[0], docs, self.backend)
-        k, conv_k = self.k_conv1d(self.k_proj(x_BTD), state[1], docs, self.backend)
-        v, conv_v = self.v_conv1d(self.v_proj(x_BTD), state[2], docs, self.backend)
+        q, k, v, a_BTH, b_BTH, gate = project(
+            x_BTD, self.q_proj, self.k_proj, self.v_proj, (self.a_proj, self.b_proj), self.g_proj
+        )
+        q, conv_q = self.q_conv1d(q, state[0], docs, self.backend)
+        k, conv_k = self.k_conv1d(k, state[1], docs, self.backend)
+        v, conv_v = self.v_conv1d(v, state[2], docs, self.backend)
         # -1 for the heads: under tensor parallelism a rank has only its own.
         q_BTHK = q.unflatten(-1, (-1, self.head_k_dim))
         k_BTHK = k.unflatten(-1, (-1, self.head_k_dim))
         v_BTHV = v.unflatten(-1, (-1, self.head_v_dim))
         # forward, not a call: FSDP's hooks on this submodule would break the graph of a compiled block.
-        g_BTH, beta_BTH = self.decay.forward(
-            self.a_proj(x_BTD), self.b_proj(x_BTD), self.allow_neg_eigval, self.backend
-        )
-        gate_BTHV = self.g_proj(x_BTD).unflatten(-1, (-1, self.head_v_dim))
+        g_BTH, beta_BTH = self.decay.forward(a_BTH, b_BTH, self.allow_neg_eigval, self.backend)
+        gate_BTHV = gate.unflatten(-1, (-1, self.head_v_dim))
         return (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH), (gate_BTHV,), (conv_q, conv_k, conv_v)
 
     def core(self, operands: State, state: State, docs: Tensor | None) -> tuple[Tensor, State]:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..projections import project
 from ..recurrence import mamba3
 from ..recurrence.numerics import at_least_float32
 from . import initialize
@@ -147,10 +148,10 @@ class Mamba3(Mixer):
         )
 
     def pre(self, x_BTD: Tensor, state: State, docs: Tensor | None) -> tuple[State, State, State]:
+        z, x, *shared_and_gates = project(x_BTD, *(getattr(self, f"{name}_proj") for name in self._PROJECTIONS))
         # -1 for the heads: under tensor parallelism a rank has only its own.
-        z_BTHP, x_BTHP = (proj(x_BTD).unflatten(-1, (-1, self.head_dim)) for proj in (self.z_proj, self.x_proj))
-        shared_and_gates = (self.B_proj, self.C_proj, self.dt_proj, self.A_proj, self.trap_proj, self.angle_proj)
-        return (x_BTHP, z_BTHP, *(proj(x_BTD) for proj in shared_and_gates)), (), ()
+        z_BTHP, x_BTHP = (y.unflatten(-1, (-1, self.head_dim)) for y in (z, x))
+        return (x_BTHP, z_BTHP, *shared_and_gates), (), ()
 
     def core(self, operands: State, state: State, docs: Tensor | None) -> tuple[Tensor, State]:
         of = self.dynamics

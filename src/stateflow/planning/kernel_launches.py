@@ -111,6 +111,10 @@ class Launches:
         def pre(tile: Tile) -> None:
             prepared.run(problem, tile, whole, q, k, g, beta, scores)
 
+        def pre_backward(tile: Tile) -> None:
+            """Pre where T is given."""
+            _Prepared(problem, prepared.solve).run(problem, tile, whole, q, k, g, beta, scores)
+
         def transition_backward(tile: Tile) -> None:
             given = scores if hopper.runs(problem, tile, q, k, grad_o) else None
             outputs = (grad_state, grad_solved, grad_states, grad_state_in)
@@ -162,6 +166,7 @@ class Launches:
         made = (prepared.factors, q, k, v, grad_o, v_new, states, grad_solved, grad_states)
         outputs = (grad_q, grad_k, grad_v, grad_g, grad_beta)
         self.merges_gradients = hopper.merges_gradients(problem, 1, q, k, v, grad_o)
+        self.pre_backward = pre_backward
         self.gradients = lambda chunks_a_program: hopper.gradients(problem, chunks_a_program, whole, *made, *outputs)
         self.results = dict(o=o, state=state_out, dq=grad_q, dk=grad_k, dv=grad_v, dg=grad_g, dbeta=grad_beta)
         self.results["dstate"] = grad_state_in
@@ -196,6 +201,7 @@ def _forward_variants(plan: Plan) -> dict[str, Plan]:
 def _time_kernels(shape: Shape, device: torch.device, plan: Plan, measure) -> dict[str, float]:
     launches = Launches(shape, shape.tokens, device, fill=plan)
     times = {name: measure(lambda name=name: launches.by_name[name](getattr(plan, name))) for name in KERNELS}
+    times["pre of the backward"] = measure(lambda: launches.pre_backward(plan.pre))
     if launches.merges_gradients and plan.gradient_chunks:
         times["gradients"] = measure(lambda: launches.gradients(plan.gradient_chunks))
     return times

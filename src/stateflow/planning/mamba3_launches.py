@@ -3,8 +3,8 @@
     python -m stateflow.planning.mamba3_launches --heads 80 40 24 --tokens 32768
 
 checks the default plan against float64 on the current GPU, then prints the device time of each kernel and of the
-whole forward and backward in ms. With `--gradient-heads 8 16` also of the one kernel in the place of query_gradients
-and key_gradients, with so many heads a program, and of the whole with it; a plan with it is checked like the default.
+whole forward and backward in ms. Also of the one kernel in the place of query_gradients and key_gradients, as planned
+and, with `--gradient-heads 8 16`, with so many heads a program; plans with these are checked and timed as a whole, too.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def time_all(shape: Shape, gradient_heads: list[int], say=print) -> None:
         missed = trial.misses(problem_of(shape, device).bounds)
         say(f"{shape}: {name}{'wrong: ' + ', '.join(missed) if missed else 'right'}")
         say(f"  errors {', '.join(f'{name} {error:.1e}' for name, error in trial.errors.items())}")
-    times = _time_kernels(shape, device, plan, measure, gradient_heads)
+    planned = [plan.gradient_heads] if plan.gradient_heads else []
+    times = _time_kernels(shape, device, plan, measure, list(dict.fromkeys(planned + gradient_heads)))
     say("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()) + " ms")
     call = Call(shape, shape.tokens, device)
     for name, changed in plans.items():

@@ -11,5 +11,6 @@ from .gated_delta import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
 from .mamba3 import mamba3
 from .short_conv import short_conv
+from .swiglu import swiglu
 
-__all__ = ["delta_gates", "gated_delta_rule", "gated_rms_norm", "mamba3", "prefix_attention", "short_conv"]
+__all__ = ["delta_gates", "gated_delta_rule", "gated_rms_norm", "mamba3", "prefix_attention", "short_conv", "swiglu"]

@@ -91,7 +91,7 @@ def _short_conv_backward(
     doc_start_BT: Tensor | None,
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias (computed in any case) and tail."""
+    """Gradients of x, weight, bias (anything where there is none) and tail."""
     bias_dtype = weight_CW.dtype if bias_C is None else bias_C.dtype
     if triton:
         from stateflow_kernels import short_conv as kernels
@@ -101,7 +101,11 @@ def _short_conv_backward(
         )
         # Copies: an operation must not return two views of one tensor.
         grad_weight = torch.empty_like(weight_CW, memory_format=torch.contiguous_format).copy_(grad_weight)
-        return grad_x, grad_weight, grad_bias.to(bias_dtype, copy=True), grad_tail
+        if grad_bias is None:  # an operation has to return something
+            grad_bias = torch.empty(weight_CW.shape[0], dtype=bias_dtype, device=x_BTC.device)
+        else:
+            grad_bias = grad_bias.to(bias_dtype, copy=True)
+        return grad_x, grad_weight, grad_bias, grad_tail
     inputs, pre = _taps(x_BTC, weight_CW, bias_C, tail_BWC, doc_start_BT)
     num_tokens, width = x_BTC.shape[1], weight_CW.shape[1]
     sigmoid = _sigmoid(pre)
