@@ -10,6 +10,8 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What PyTorch brings to GPUs today, beside the newest: kernels are compiled with both. See tests/kernels/aot_testing.py.
+OTHER_TRITON := $(VENV)/triton-3.6.0
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
@@ -26,10 +28,10 @@ demo: $(STAMP) ## train a small model on this machine's CPU, two processes, a fe
 quick: $(STAMP) ## the tests that start no processes and compile nothing, without those of the kernels
 	@$(PYTEST) -m "not gpu and not processes and not slow" --ignore=tests/kernels $(ARGS)
 
-test: $(STAMP) ## run the tests that need no GPU
+test: $(STAMP) $(OTHER_TRITON) ## run the tests that need no GPU
 	@$(PYTEST) -m "not gpu" $(ARGS)
 
-test-all: $(STAMP) ## the same with ten times the random examples
+test-all: $(STAMP) $(OTHER_TRITON) ## the same with ten times the random examples
 	@HYPOTHESIS_PROFILE=nightly $(PYTEST) -m "not gpu" --timeout 3600 $(ARGS)
 
 lint: $(STAMP) ## check style with ruff
@@ -45,4 +47,9 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || { echo "Making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing into $(VENV) (torch and torchtitan: a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+$(OTHER_TRITON): $(STAMP)
+	@echo "Installing $@, to compile kernels with"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ triton==3.6.0
 	@touch $@

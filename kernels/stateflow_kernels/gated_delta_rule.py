@@ -122,6 +122,7 @@ class _Problem:
         self.key_sizes |= dict(PRECISION=precision)
         self.sizes = self.key_sizes | dict(V=self.v_dim)
         self.options = dict(B=self.batch, HAS_DOCS=doc_start is not None, NORMALIZE=eps is not None)
+        self.descriptors: dict[tuple, tuple] = {}  # see `hopper._matrix`
 
     def tiles(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
         shape = (self.batch, self.num_heads, self.num_chunks, CHUNK, width)

@@ -103,6 +103,18 @@ def _tiles(x: Tensor, rows: int, columns: int):
     return TensorDescriptor(x, x.shape, x.stride(), [rows, columns], layout(rows, columns, x.dtype))
 
 
+def _matrix(problem: _Problem, x: Tensor, rows: int, columns: int):
+    """The same of a tensor by tokens [1, T, H, D] or by chunks [1, H, N, .., D].
+
+    Once a call: the launches of its segments share it, and to make one takes the host a good part of a launch.
+    """
+    key = id(x), rows, columns
+    if key not in problem.descriptors:
+        matrix = x.view(problem.num_tokens, -1) if x.ndim == 4 else x.view(-1, x.shape[-1])
+        problem.descriptors[key] = _tiles(matrix, rows, columns), x  # which lives on: so does its id
+    return problem.descriptors[key][0]
+
+
 def _launch(kernel, problem: _Problem, tile: Tile, chunks: range, *args, max_registers: int | None = None) -> None:
     sizes = {name: problem.sizes[name] for name in ("H", "HK", "K", "V", "C")}
     kernel[(problem.heads * (problem.v_dim // tile.block_v),)](
@@ -161,10 +173,10 @@ def prepare(
 
     chunk, tokens, key = problem.sizes["C"], problem.num_tokens, problem.k_dim
     hopper_prepare.pre_kernel[(len(chunks) * problem.heads,)](
-        _tiles(q.view(tokens, -1), chunk, key),
-        _tiles(k.view(tokens, -1), chunk, key),
-        _tiles(solve.view(-1, chunk), chunk, chunk),
-        _tiles(scores.view(-1, chunk), chunk, chunk),
+        _matrix(problem, q, chunk, key),
+        _matrix(problem, k, chunk, key),
+        _matrix(problem, solve, chunk, chunk),
+        _matrix(problem, scores, chunk, chunk),
         *(g, beta, problem.doc_start, gate_sum, k_norm, factors, problem.scale, problem.eps),
         *(tokens, problem.num_chunks, chunks.start),
         **{name: problem.sizes[name] for name in ("H", "HK", "K", "C")},
@@ -183,16 +195,16 @@ def transition(
     """ST; shapes as in `transition`, `factors` as in `hopper_transition`."""
     from . import hopper_transition
 
-    chunk, key, value, block = problem.sizes["C"], problem.k_dim, problem.v_dim, tile.block_v
+    chunk, key, block = problem.sizes["C"], problem.k_dim, tile.block_v
     _launch(
         hopper_transition.transition_kernel,
         *(problem, tile, chunks),
-        _tiles(k.view(problem.num_tokens, -1), chunk, key),
-        _tiles(v.view(problem.num_tokens, -1), chunk, block),
-        _tiles(solve.view(-1, chunk), chunk, chunk),
-        _tiles(states.view(-1, value), key, block),
-        _tiles(v_new.view(-1, value), chunk, block),
-        _tiles(factors.view(-1, chunk), 4, chunk),
+        _matrix(problem, k, chunk, key),
+        _matrix(problem, v, chunk, block),
+        _matrix(problem, solve, chunk, chunk),
+        _matrix(problem, states, key, block),
+        _matrix(problem, v_new, chunk, block),
+        _matrix(problem, factors, 4, chunk),
         *(state_in, state_out),
         max_registers=WALK_REGISTERS,
     )
@@ -205,17 +217,17 @@ def transition_out(
     """ST and Out in one, from what Pre left with the scores P."""
     from . import hopper_outputs
 
-    chunk, tokens, key, block = problem.sizes["C"], problem.num_tokens, problem.k_dim, tile.block_v
+    chunk, key, block = problem.sizes["C"], problem.k_dim, tile.block_v
     _launch(
         hopper_outputs.transition_out_kernel,
         *(problem, tile, chunks),
-        _tiles(q.view(tokens, -1), chunk, key),
-        _tiles(k.view(tokens, -1), chunk, key),
-        _tiles(v.view(tokens, -1), chunk, block),
-        _tiles(solve.view(-1, chunk), chunk, chunk),
-        _tiles(scores.view(-1, chunk), chunk, chunk),
-        _tiles(factors.view(-1, chunk), 8, chunk),
-        _tiles(o.view(tokens, -1), chunk, block),
+        _matrix(problem, q, chunk, key),
+        _matrix(problem, k, chunk, key),
+        _matrix(problem, v, chunk, block),
+        _matrix(problem, solve, chunk, chunk),
+        _matrix(problem, scores, chunk, chunk),
+        _matrix(problem, factors, 8, chunk),
+        _matrix(problem, o, chunk, block),
         *(state_in, state_out),
     )
 
@@ -227,18 +239,18 @@ def transition_backward(
     """STB with OG, from what Pre left with the scores P."""
     from . import hopper_transition
 
-    chunk, key, value, block = problem.sizes["C"], problem.k_dim, problem.v_dim, tile.block_v
+    chunk, key, block = problem.sizes["C"], problem.k_dim, tile.block_v
     _launch(
         hopper_transition.transition_backward_kernel,
         *(problem, tile, chunks),
-        _tiles(q.view(problem.num_tokens, -1), chunk, key),
-        _tiles(k.view(problem.num_tokens, -1), chunk, key),
-        _tiles(solve.view(-1, chunk), chunk, chunk),
-        _tiles(grad_o.view(problem.num_tokens, -1), chunk, block),
-        _tiles(scores.view(-1, chunk), chunk, chunk),
-        _tiles(solved.view(-1, value), chunk, block),
-        _tiles(grad_states.view(-1, value), key, block),
-        _tiles(factors.view(-1, chunk), 4, chunk),
+        _matrix(problem, q, chunk, key),
+        _matrix(problem, k, chunk, key),
+        _matrix(problem, solve, chunk, chunk),
+        _matrix(problem, grad_o, chunk, block),
+        _matrix(problem, scores, chunk, chunk),
+        _matrix(problem, solved, chunk, block),
+        _matrix(problem, grad_states, key, block),
+        _matrix(problem, factors, 4, chunk),
         *(grad_state_in, grad_state_out),
         max_registers=WALK_REGISTERS,
     )
@@ -254,12 +266,10 @@ def gradients(
 
     chunk, tokens = problem.sizes["C"], problem.num_tokens
     sizes = gradient_tiles(problem.k_dim, problem.v_dim)
-    matrices = dict(q=q.view(tokens, -1), k=k.view(tokens, -1), v=v.view(tokens, -1), grad_o=grad_o.view(tokens, -1))
-    matrices |= dict(v_new=v_new.view(-1, problem.v_dim), states=states.view(-1, problem.v_dim))
-    matrices |= dict(solved=solved.view(-1, problem.v_dim), grad_states=grad_states.view(-1, problem.v_dim))
-    matrices |= dict(factors=factors.view(-1, chunk), grad_q=grad_q.view(tokens, -1), grad_k=grad_k.view(tokens, -1))
+    tensors = dict(q=q, k=k, v=v, grad_o=grad_o, v_new=v_new, states=states, solved=solved, grad_states=grad_states)
+    tensors |= dict(factors=factors, grad_q=grad_q, grad_k=grad_k)
     hopper_gradients.gradients_kernel[(triton.cdiv(len(chunks), chunks_a_program) * problem.heads,)](
-        *(_tiles(matrix, *sizes[name]) for name, matrix in matrices.items()),
+        *(_matrix(problem, x, *sizes[name]) for name, x in tensors.items()),
         *(grad_v, grad_g, grad_beta, problem.scale, tokens, problem.num_chunks, chunks.start, chunks.stop),
         H=problem.num_heads,
         K=problem.k_dim,

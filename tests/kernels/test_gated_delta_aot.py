@@ -1,32 +1,18 @@
 """What ST and STB take on Hopper: tensor cores, no spills, room in shared memory. Needs a compiler, but no GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from stateflow_kernels import hopper
 from stateflow_kernels.aot import overwritten
 from stateflow_kernels.assembler import touched, undefined, under_way
+from tests.kernels.aot_testing import TRITONS, compile_ahead, takes_gluon
 
 pytestmark = pytest.mark.slow
 SHARED_BYTES = 227 * 1024  # of a program on sm_90
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> list[dict]:
-    # A process of its own: in this one, kernels may be interpreted.
-    kernels = Path(__file__).parents[2] / "kernels"
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    env["PYTHONPATH"] = os.pathsep.join([str(kernels), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "stateflow_kernels.aot", "gated_delta_aot"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.fixture(scope="module", params=TRITONS)
+def reports(request, tmp_path_factory) -> list[dict]:
+    return compile_ahead(request.param, tmp_path_factory.mktemp("triton"), "gated_delta_aot")
 
 
 def test_every_kernel_compiles_for_both_architectures(reports):
@@ -35,7 +21,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
     kernels |= {"query_backward", "solve_backward", "key_backward"}
     specialised = {"transition_kernel", "transition_backward_kernel", "transition_out_kernel", "gradients_kernel"}
     specialised |= {"pre_kernel"}
-    specialised = specialised if hopper.known_triton() else set()
+    specialised = specialised if takes_gluon(reports) else set()
     expected = {(kernel, arch) for kernel in kernels for arch in (80, 90)} | {(kernel, 90) for kernel in specialised}
     assert names == expected
 
@@ -50,7 +36,7 @@ def test_the_walks_use_tensor_cores_without_spilling(reports):
 def test_pre_spills_nothing(reports):
     """A program has 4 warps: four fit a multiprocessor with 128 registers a thread and this much shared memory."""
     prepares = [r for r in reports if r["case"].split(",")[0] == "pre_kernel"]
-    assert len(prepares) == 4 * hopper.known_triton()
+    assert len(prepares) == 4 * takes_gluon(reports)
     assert not [
         r for r in prepares if r["spill_bytes"] or r["registers"] > 128 or r["shared_bytes"] > SHARED_BYTES // 4
     ]
