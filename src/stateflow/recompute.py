@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from stateflow.layer_graphs import LayerGraphs
@@ -107,6 +108,7 @@ class _Recompute(torch.autograd.Function):
         return tuple(layer.call_forward(inputs, docs))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor | None):
         docs, *inputs = ctx.saved_tensors
         return None, None, *ctx.layer.call_backward(inputs, docs, ctx.needs_input_grad[2:], grads)

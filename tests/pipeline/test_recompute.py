@@ -295,3 +295,13 @@ def test_a_last_projection_that_does_more_than_multiply(change):
     expected, grads = results
     for name, grad in expected.items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: name + text)
+
+
+def test_second_derivatives_are_refused():
+    model = cases.make_model(["attention"], torch.float64)
+    block = model.layers["0"]
+    x = torch.ones(1, 5, model.config.dim, dtype=torch.float64, requires_grad=True)
+    y, _ = Recomputed(block)(x, block.mixer.initial_state(1, "cpu", torch.float64), None)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
