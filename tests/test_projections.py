@@ -223,3 +223,10 @@ def test_transforms_of_functions_go_through():
     loss(leaf).backward()
     torch.testing.assert_close(torch.func.grad(loss)(x), leaf.grad)
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), leaf.grad)
+
+
+def test_on_the_meta_device():
+    module, x = make(True).to("meta"), torch.randn(4, 6, dtype=torch.float64, device="meta", requires_grad=True)
+    outputs = module(x)
+    sum(y.sum() for y in outputs).backward()
+    assert x.grad.shape == x.shape and [len(y.T) for y in outputs] == [8, 3, 3, 5, 4]

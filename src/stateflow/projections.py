@@ -27,7 +27,7 @@ def project(x: Tensor, *linears: nn.Linear | tuple[nn.Linear, ...]) -> list[Tens
     """[linear(x) for linear in linears], those in a tuple by one product, whose outputs are views of one tensor."""
     groups = [linear if isinstance(linear, tuple) else (linear,) for linear in linears]
     flat = [linear for group in groups for linear in group]
-    if _want_calls(x) or not all(only_multiplies(linear) for linear in flat):
+    if _want_calls() or not all(only_multiplies(linear) for linear in flat):
         return [linear(x) for linear in flat]
     sizes = [len(group) for group in groups]
     if torch.is_grad_enabled() and not x.requires_grad:
@@ -40,12 +40,12 @@ def project(x: Tensor, *linears: nn.Linear | tuple[nn.Linear, ...]) -> list[Tens
     return list(_Projections.apply(x, sizes, takers, *leaves))
 
 
-def _want_calls(x: Tensor) -> bool:
+def _want_calls() -> bool:
     # A compiled graph must not have side effects, and fuses by itself. Under autocast dtypes are each operation's own.
     # Transforms, as torch.func.grad, go through operations.
     return (
         torch.compiler.is_compiling()
-        or torch.is_autocast_enabled(x.device.type)
+        or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
     )
 
