@@ -1,7 +1,5 @@
 """Projections of one tensor: what calling them one by one gives, without additions of gradients."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -87,11 +85,15 @@ def test_results_are_those_of_calls_one_by_one(shape, needs_grad, steps):
 @pytest.mark.parametrize("used", [slice(0, 1), slice(1, 2), slice(3, None)])
 def test_outputs_that_nothing_depends_on(used):
     results, expected = (run(make(together), (4, 6), used=used) for together in (True, False))
-    for got, want in itertools.zip_longest(results, expected):
-        if want is None:
-            assert got is None or not got.any()
-        else:
-            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
+    assert_equal(results, expected)
+
+
+def test_weights_of_unused_outputs_are_not_looked_at():
+    module, x = make(True), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    module.last.weight.data.fill_(torch.inf)
+    module(x)[1].sum().backward()  # b of its pair is unused, too
+    assert x.grad.isfinite().all()
+    assert module.a.weight.grad is not None and module.b.weight.grad is None and module.last.weight.grad is None
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -132,3 +134,99 @@ def test_a_compiled_part_calls_them_one_by_one():
     for module in (torch.compile(make(True), backend="aot_eager", fullgraph=True), make(False)):
         results.append(run(module, (4, 6)))
     assert_equal(*results)
+
+
+def kinds_of_hooks():
+    of_module = (
+        "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    )  # fmt: skip
+    yield from ((name, lambda linear, hook, name=name: getattr(linear, name)(hook)) for name in of_module)
+    for name in ("register_module_forward_hook", "register_module_full_backward_hook"):
+        yield name, lambda linear, hook, name=name: getattr(nn.modules.module, name)(hook)
+
+
+@pytest.mark.parametrize("register", [pytest.param(register, id=name) for name, register in kinds_of_hooks()])
+def test_every_kind_of_hook_is_called(register):
+    module, calls = make(True), []
+    handle = register(module.a, lambda linear, *_: calls.append(linear))
+    try:
+        run(module, (4, 6))
+    finally:
+        handle.remove()
+    assert calls.count(module.a) == 2
+
+
+def test_a_forward_that_one_projection_has_of_its_own_is_called():
+    module, x = make(True), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    plain = module(x)[1]
+    module.a.forward = lambda x: 2 * nn.functional.linear(x, module.a.weight)
+    torch.testing.assert_close(module(x)[1], 2 * plain)
+
+
+def test_a_weight_that_is_computed_is_computed_once():
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, weight):
+            self.calls += 1
+            return 2 * weight
+
+    module, counted, x = make(True), Counted(), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    nn.utils.parametrize.register_parametrization(module.a, "weight", counted)
+    counted.calls = 0
+    module(x)[1].sum().backward()
+    assert counted.calls == 1
+    expected = 2 * x.detach().sum(0).expand(3, 6)
+    torch.testing.assert_close(module.a.parametrizations.weight.original.grad, expected)
+
+
+def test_autocast_gives_gradients_of_the_parameters_dtype():
+    results = []
+    for module in (make(True).float(), make(False).float()):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = module(x)
+        assert all(y.dtype == torch.bfloat16 for y in outputs)
+        sum(y.float().square().sum() for y in outputs).backward()
+        results.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(*results)
+
+
+def second_derivatives(module):
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    loss = sum(y.square().sum() for y in module(x))
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + grad.square().sum()).backward()
+    return [x.grad, *(p.grad for p in module.parameters())]
+
+
+def test_second_derivatives():
+    assert_equal(second_derivatives(make(True)), second_derivatives(make(False)))
+
+
+@pytest.mark.parametrize("kept", ["working", "put off"])
+def test_second_derivatives_of_weights_that_add_up_themselves_are_refused(kept):
+    module = make(True)
+    WorkingWeights(module, torch.float64) if kept == "working" else DeferredWeights(module)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        second_derivatives(module)
+
+
+def test_transforms_of_functions_go_through():
+    module, x = make(True), torch.randn(4, 6, dtype=torch.float64)
+
+    def loss(x):
+        return sum(y.square().sum() for y in module(x))
+
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(x), leaf.grad)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), leaf.grad)
+
+
+def test_on_the_meta_device():
+    module, x = make(True).to("meta"), torch.randn(4, 6, dtype=torch.float64, device="meta", requires_grad=True)
+    outputs = module(x)
+    sum(y.sum() for y in outputs).backward()
+    assert x.grad.shape == x.shape and [len(y.T) for y in outputs] == [8, 3, 3, 5, 4]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 from stateflow.weight_gradients import add_weight_gradients, adding_linear, total_of
 
@@ -27,29 +27,45 @@ def project(x: Tensor, *linears: nn.Linear | tuple[nn.Linear, ...]) -> list[Tens
     """[linear(x) for linear in linears], those in a tuple by one product, whose outputs are views of one tensor."""
     groups = [linear if isinstance(linear, tuple) else (linear,) for linear in linears]
     flat = [linear for group in groups for linear in group]
-    # A compiled graph must not have side effects, and fuses by itself; hooks belong to calls.
-    if torch.compiler.is_compiling() or not all(_only_multiplies(linear) for linear in flat):
+    if _want_calls() or not all(only_multiplies(linear) for linear in flat):
         return [linear(x) for linear in flat]
     sizes = [len(group) for group in groups]
-    if not torch.is_grad_enabled():
-        return _products(x, sizes, [linear.weight for linear in flat])
-    if not x.requires_grad:
+    if torch.is_grad_enabled() and not x.requires_grad:
         return [linear(x) for linear in flat]
-    takers = [_taker(linear) for linear in flat]
-    weights = [
-        linear.weight if taker is None else linear.weight.detach() for linear, taker in zip(flat, takers, strict=True)
-    ]
-    return list(_Projections.apply(x, sizes, takers, *weights))
+    weights = [linear.weight for linear in flat]  # once: a parametrization computes it
+    if not torch.is_grad_enabled():
+        return _products(x, sizes, weights)
+    takers = [_taker(linear, weight) for linear, weight in zip(flat, weights, strict=True)]
+    leaves = [weight if taker is None else weight.detach() for weight, taker in zip(weights, takers, strict=True)]
+    return list(_Projections.apply(x, sizes, takers, *leaves))
 
 
-def _only_multiplies(linear: nn.Linear) -> bool:
-    known = type(linear).forward in (nn.Linear.forward, adding_linear) or "put_off_by" in vars(linear)
-    return known and linear.bias is None and not linear._forward_hooks and not linear._forward_pre_hooks
+def _want_calls() -> bool:
+    # A compiled graph must not have side effects, and fuses by itself. Under autocast dtypes are each operation's own.
+    # Transforms, as torch.func.grad, go through operations.
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
-def _taker(linear: nn.Linear) -> Taker | None:
+def only_multiplies(linear: nn.Module) -> bool:
+    """Whether calling `linear` is a product with its weight, and nothing else: hooks belong to calls."""
+    own = vars(linear)
+    known = type(linear).forward in (nn.Linear.forward, adding_linear) or "put_off_by" in own
+    return (
+        known
+        and "forward" not in own
+        and linear.bias is None
+        and not (linear._forward_hooks or linear._forward_pre_hooks)
+        and not (linear._backward_hooks or linear._backward_pre_hooks)
+        and not _has_any_global_hook()
+    )
+
+
+def _taker(linear: nn.Linear, weight: Tensor) -> Taker | None:
     """None: autograd takes the gradient."""
-    weight = linear.weight
     if not weight.requires_grad:
         return None
     if "put_off_by" in vars(linear):  # see `pipeline.deferred`
@@ -78,24 +94,32 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, sizes: Sequence[int], takers: Sequence[Taker | None], *weights: Tensor):
         ctx.sizes, ctx.takers = sizes, takers
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
         return tuple(_products(x, sizes, weights))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx, *grads: Tensor | None):
+        if torch.is_grad_enabled() and any(ctx.takers):
+            raise RuntimeError(
+                "create_graph=True: projections that add up the gradients of their weights themselves cannot be "
+                "differentiated again; use a model without working weights, and a policy without W"
+            )
         x, *weights = ctx.saved_tensors
         x_NI, grad_NI, weight_grads = x.reshape(-1, x.shape[-1]), None, []
         takers, needed = iter(ctx.takers), iter(ctx.needs_input_grad[3:])
         for group, group_grads in zip(_grouped(weights, ctx.sizes), _grouped(grads, ctx.sizes), strict=True):
-            grad_NO = _joined([grad.reshape(-1, grad.shape[-1]) for grad in group_grads], 1)
-            if grad_NI is None:
-                grad_NI = grad_NO @ _joined(group, 0)
-            else:
-                grad_NI.addmm_(grad_NO, _joined(group, 0))
-            for own_NO in grad_NO.split([len(weight) for weight in group], dim=1):
+            used = [(weight, grad) for weight, grad in zip(group, group_grads, strict=True) if grad is not None]
+            if used:
+                grad_NO = _joined([grad.reshape(-1, grad.shape[-1]) for _, grad in used], 1)
+                weight_OI = _joined([weight for weight, _ in used], 0)
+                grad_NI = grad_NO @ weight_OI if grad_NI is None else grad_NI.addmm_(grad_NO, weight_OI)
+                parts = iter(grad_NO.split([len(weight) for weight, _ in used], dim=1))
+            for grad in group_grads:
                 taker, needs_grad = next(takers), next(needed)
-                if taker is not None:
+                own_NO = None if grad is None else next(parts)
+                if taker is not None and own_NO is not None:
                     taker(x_NI, own_NO)
-                weight_grads.append(own_NO.t() @ x_NI if taker is None and needs_grad else None)
-        return grad_NI.view(x.shape), None, None, *weight_grads
+                product = taker is None and needs_grad and own_NO is not None
+                weight_grads.append(own_NO.t() @ x_NI if product else None)
+        return None if grad_NI is None else grad_NI.view(x.shape), None, None, *weight_grads

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from stateflow.layer_graphs import LayerGraphs
 from stateflow.layers import Block
 from stateflow.layers.mixer import State
 from stateflow.pipeline.deferred import project_backward
+from stateflow.projections import only_multiplies
 
 
 class Recomputed(ActivationWrapper):
@@ -83,8 +85,14 @@ class Recomputed(ActivationWrapper):
             residual_BTD, hidden_BTF, update = block.up_to_last(leaves[0], tuple(leaves[1:]), docs)
         outputs, output_grads = [*update], [*grads[1:]]
         if grads[0] is not None:
-            outputs += [residual_BTD, hidden_BTF]
-            output_grads += [grads[0], project_backward(block.feed_forward.w2, hidden_BTF.detach(), grads[0])]
+            last = block.feed_forward.w2
+            if only_multiplies(last):
+                outputs += [residual_BTD, hidden_BTF]
+                output_grads += [grads[0], project_backward(last, hidden_BTF.detach(), grads[0])]
+            else:  # it may have been replaced, or have hooks
+                with torch.enable_grad():
+                    outputs += [residual_BTD, last(hidden_BTF)]
+                output_grads += [grads[0], grads[0]]
         pairs = [(y, g) for y, g in zip(outputs, output_grads, strict=True) if g is not None and y.requires_grad]
         if pairs:
             torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
@@ -100,6 +108,7 @@ class _Recompute(torch.autograd.Function):
         return tuple(layer.call_forward(inputs, docs))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor | None):
         docs, *inputs = ctx.saved_tensors
         return None, None, *ctx.layer.call_backward(inputs, docs, ctx.needs_input_grad[2:], grads)

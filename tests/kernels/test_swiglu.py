@@ -76,6 +76,15 @@ def test_operation_is_well_formed(device):
     torch.library.opcheck(torch.ops.stateflow.swiglu, tuple(inputs))
 
 
+@on_devices
+@pytest.mark.parametrize("backend", ["chunk", "triton"])
+def test_the_result_has_the_dtype_of_x(device, backend):
+    gate, x = (leaf(t) for t in make_inputs(device, (40,), torch.float32))
+    y = swiglu(gate, x.bfloat16(), backend=backend)
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and gate.grad.dtype == x.grad.dtype == torch.float32
+
+
 def test_shapes_that_differ_are_refused():
     with pytest.raises(ValueError, match=r"gate \[3\] must have the shape of x, \[4\]"):
         swiglu(torch.zeros(3), torch.zeros(4))

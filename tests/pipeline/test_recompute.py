@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from stateflow.chunks import ChunkPlan
 from stateflow.layer_graphs import CudaRecorder, LayerGraphs
@@ -147,12 +149,12 @@ def test_a_recording_keeps_results_apart():
     assert graphs.num_recorded == 2
 
 
-def test_only_inputs_live_and_the_last_product_is_left_out():
+def test_only_inputs_live_and_the_last_product_is_left_out(monkeypatch):
     _, (stage,) = make_stages(["gdn"], 1)
     layer = stage.module.layers["0"]
     calls = []
-    layer.feed_forward.w2.register_forward_pre_hook(lambda *_: calls.append("w2"))
-    layer.feed_forward.w1.register_forward_pre_hook(lambda *_: calls.append("w1"))
+    linear = nn.Linear.forward  # not hooks: these want each call
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(self) or linear(self, x))
     x = torch.randn(1, 5, 12, dtype=torch.float64, requires_grad=True)
     state = layer.mixer.initial_state(1, "cpu", torch.float64)
     kept = []
@@ -160,7 +162,7 @@ def test_only_inputs_live_and_the_last_product_is_left_out():
         y, _ = layer(x, state, None)
     assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (x, *state)}
     y.sum().backward()
-    assert calls == ["w1", "w2", "w1"]
+    assert calls == [layer.mixer.o_proj, layer.feed_forward.w2, layer.mixer.o_proj]
 
 
 def test_outputs_without_a_gradient_and_no_gradient_at_all():
@@ -242,3 +244,64 @@ class TestWorkingWeights:
         assert list(model.state_dict()) == [n for n, _ in model.named_parameters()] == names
         assert all(t.dtype == torch.float32 for t in model.state_dict().values())
         assert [w.parameter for w in weights.of(model[0])] == list(model[0].parameters())
+
+
+class Adapted(nn.Linear):
+    """A frozen projection and a small one beside it."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__(base.in_features, base.out_features, bias=False, dtype=torch.float64)
+        self.weight = base.weight.requires_grad_(False)
+        self.small = nn.Linear(base.in_features, base.out_features, dtype=torch.float64)
+        nn.init.ones_(self.small.weight)
+
+    def forward(self, x):
+        return F.linear(x, self.weight) + self.small(x)
+
+
+def replaced(block):
+    block.feed_forward.w2 = Adapted(block.feed_forward.w2)
+
+
+def wrapped(block):
+    w2 = block.feed_forward.w2
+    block.feed_forward.w2 = nn.Sequential(w2, nn.RMSNorm(w2.out_features, dtype=torch.float64))
+
+
+def with_a_hook(block):
+    block.feed_forward.w2.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def with_a_backward_hook(block):
+    block.feed_forward.w2.register_full_backward_hook(lambda module, grads, _: (2 * grads[0],))
+
+
+def with_a_bias(block):
+    block.feed_forward.w2.bias = nn.Parameter(torch.ones_like(block.feed_forward.w2.weight[:, 0]))
+
+
+@pytest.mark.parametrize("change", [replaced, wrapped, with_a_hook, with_a_backward_hook, with_a_bias])
+def test_a_last_projection_that_does_more_than_multiply(change):
+    results = []
+    for recompute in (False, True):
+        model = cases.make_model(["attention"], torch.float64)
+        block = model.layers["0"]
+        change(block)
+        layer = Recomputed(block) if recompute else block
+        x = torch.linspace(-1, 1, 5 * model.config.dim, dtype=torch.float64).view(1, 5, -1).requires_grad_()
+        y, _ = layer(x, block.mixer.initial_state(1, "cpu", torch.float64), None)
+        (y * torch.linspace(1, 2, y.numel(), dtype=torch.float64).view_as(y)).sum().backward()
+        results.append({"x": x.grad, **{name: p.grad for name, p in block.named_parameters() if p.requires_grad}})
+    expected, grads = results
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: name + text)
+
+
+def test_second_derivatives_are_refused():
+    model = cases.make_model(["attention"], torch.float64)
+    block = model.layers["0"]
+    x = torch.ones(1, 5, model.config.dim, dtype=torch.float64, requires_grad=True)
+    y, _ = Recomputed(block)(x, block.mixer.initial_state(1, "cpu", torch.float64), None)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()

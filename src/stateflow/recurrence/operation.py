@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _LIBRARY = torch.library.Library("stateflow", "FRAGMENT")
 
@@ -56,6 +57,7 @@ class Operation:
                 return output
 
             @staticmethod
+            @once_differentiable  # else second derivatives are 0: backwards are operations without one
             def backward(ctx, *grads):
                 return backward(ctx, *grads)
 

@@ -60,4 +60,4 @@ def swiglu(gate: Tensor, x: Tensor, *, backend: str = "chunk") -> Tensor:
         raise ValueError(f"gate {list(gate.shape)} must have the shape of x, {list(x.shape)}")
     if choose("swiglu", backend, gate, x) == "triton":
         return _swiglu(gate, x)
-    return F.silu(gate) * x
+    return (F.silu(gate) * x).to(x.dtype)
