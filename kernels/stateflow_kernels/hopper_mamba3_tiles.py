@@ -143,7 +143,8 @@ def release(barrier):
     """Says that a place is free, or full: only when all warps are done with it.
 
     A barrier alone does not keep the copy engine from a place that a load of this group still reads: the arithmetic
-    with what is loaded, and the wait for it, may come after the barrier. The fence is behind all loads.
+    with what is loaded, and the wait for it, may come after the barrier. The fence orders loads before copies, but the
+    assembler need not wait for them at it: that it does where tiles are given back, a test sees in what it made.
     """
     fence_async_shared()
     gl.thread_barrier()

@@ -43,6 +43,12 @@ def test_no_loop_overwrites_what_its_products_read(reports):
     assert not [r for r in reports if r["overwritten"]]
 
 
+def test_no_tile_is_given_back_while_loads_of_it_are_under_way(reports):
+    """But in the gradients: there dY's load is under way at barriers of other places, and dY's own comes later."""
+    specialised = [r for r in reports if "specialised" in r["case"] and not r["case"].startswith("gradients")]
+    assert not [(r["case"], r["under_way"]) for r in specialised if r["under_way"]]
+
+
 def test_products_of_specialised_kernels_do_not_wait_for_each_other(reports):
     assert not [r["case"] for r in reports if "specialised" in r["case"] and r["serialized"]]
 
