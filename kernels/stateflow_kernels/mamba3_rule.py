@@ -10,9 +10,12 @@ backward beside what does not need it:
 
 (Where Local and Local back are one kernel, Scan works beside Scan back.)
 Every kernel does the same with a segment as with the whole, so neither changes a bit.
+
+A caller that has work of its own, as the projections of a layer, may put it beside the walks: see `Beside`.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -44,6 +47,7 @@ class Mamba3Plan:
     `block_v` of a tile is columns of P at a time, which are rows of S. `cuts`: shares of the chunks at which a forward
     is cut into segments; `overlap_backward`: the backward's first scan runs beside another kernel. `gradient_heads`:
     Queries and Keys are one kernel, see `hopper_mamba3_gradients`, with up to so many heads a program, where that runs.
+    `overlap_projections`, `overlap_projections_backward`: a layer puts its projections beside the walks, see `Beside`.
     """
 
     local: Tile = Tile(64, 4, 2)
@@ -56,6 +60,8 @@ class Mamba3Plan:
     cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
     gradient_heads: int = 0
+    overlap_projections: bool = False
+    overlap_projections_backward: bool = False
 
 
 def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Mamba3Plan:
@@ -97,6 +103,28 @@ class Inputs(NamedTuple):
     state: Tensor
     k_last: Tensor
     v_last: Tensor
+
+
+def _nothing(*_: Tensor) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a caller launches on the current stream while a walk of ours leaves the device idle.
+
+    Attributes:
+        gates: beside Gates and Theta, of the forward and of the backward. x, z and the gradient of y need not be
+            there before; x and the gradient of y must be after it.
+        scan: beside Scan, and the backward's both. z of the forward must be there after it.
+        finish: beside the last kernels of the backward; gets the gradients of x and z, which are there.
+        at_once: walks are on side streams. Else everything is in turn on the current one, with the same bits.
+    """
+
+    gates: Callable[[], None] = _nothing
+    scan: Callable[[], None] = _nothing
+    finish: Callable[[Tensor, Tensor], None] = _nothing
+    at_once: bool = True
 
 
 @functools.cache
@@ -360,8 +388,8 @@ class Backward:
         """Queries and Keys in one, with as many heads a program as `set_gradient_heads` was told."""
         hopper_mamba3.gradients(self)
 
-    def finish(self) -> Inputs:
-        """Carry, Gates back, Shared back, and the sums over tokens."""
+    def finish(self) -> None:
+        """Carry, Gates back and Shared back."""
         problem, prepared, grads, inputs = self.problem, self.prepared, self.grads, self.problem.inputs
         problem.per_head(
             finish_kernels.carry_kernel,
@@ -388,6 +416,10 @@ class Backward:
             programs=problem.batch * (CHUNK // SHARED_TOKENS),
             GROUPS=self.num_groups,
         )
+
+    def results(self) -> Inputs:
+        """With the sums over tokens, which are left."""
+        grads, inputs = self.grads, self.problem.inputs
         B_norm, C_norm = self.grad_norms.sum((1, 2))
         sums = dict(
             dt_bias=self.grad_dt_bias.sum((0, 2)),
@@ -401,18 +433,27 @@ class Backward:
 
 
 def forward(
-    inputs: Inputs, doc_start: Tensor | None, norm_eps: float, A_floor: float, plan: Mamba3Plan
+    inputs: Inputs,
+    doc_start: Tensor | None,
+    norm_eps: float,
+    A_floor: float,
+    plan: Mamba3Plan,
+    beside: Beside | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y [B, T, H, P] in x's type; theta, state, k_last and v_last after the last token, float32.
 
-    doc_start int64 [B, T] or None, contiguous. Shapes and types are the caller's business.
+    doc_start int64 [B, T] or None, contiguous. Shapes and types are the caller's business. With `beside` there are no
+    segments.
     """
     problem = Problem(inputs, doc_start, norm_eps, A_floor)
     prepared = Prepared(problem, with_rows=not hopper_mamba3.runs(problem, plan.local, plan.out))
     y = torch.empty_like(inputs.x)
-    segments = problem.segments(plan.cuts)
-    side = _SideStreams(problem.device, len(segments) > 1)
-    prepared.gates()
+    segments = problem.segments(plan.cuts if beside is None else ())
+    side = _SideStreams(problem.device, len(segments) > 1 if beside is None else beside.at_once)
+    beside = beside or Beside()
+    known = side.run(0, prepared.gates)
+    beside.gates()
+    side.wait(known)
     walked = []
     for i, chunks in enumerate(segments):
         prepared.local(plan.local, chunks)
@@ -420,6 +461,7 @@ def forward(
         if i:
             side.wait(walked[i - 1])
             prepared.out(plan.out, segments[i - 1], y)
+    beside.scan()
     side.wait(walked[-1])
     prepared.out(plan.out, segments[-1], y)
     return y, prepared.theta_out, prepared.state_out, prepared.k_out, prepared.v_bound[:, :, -1].clone()
@@ -432,13 +474,17 @@ def backward(
     norm_eps: float,
     A_floor: float,
     plan: Mamba3Plan,
+    beside: Beside | None = None,
 ) -> Inputs:
     """The gradients of all inputs in their types, from those of `forward`'s outputs (its types, contiguous)."""
     problem = Problem(inputs, doc_start, norm_eps, A_floor)
     prepared = Prepared(problem)
     back = Backward(prepared, plan, grads)
-    side = _SideStreams(problem.device, plan.overlap_backward)
-    prepared.gates()
+    side = _SideStreams(problem.device, plan.overlap_backward if beside is None else beside.at_once)
+    beside = beside or Beside()
+    known = side.run(0, prepared.gates)
+    beside.gates()
+    side.wait(known)
     in_one = hopper_mamba3.runs(problem, plan.local, plan.local_backward, given=(back.grad_y,))
     if in_one:
         hopper_mamba3.both(prepared, back.whole, back)
@@ -448,6 +494,7 @@ def backward(
     if not in_one:
         back.local(plan.local_backward)
     grad_states = side.run(1, partial(back.scan, plan.scan_backward))
+    beside.scan()
     side.wait(states)
     side.wait(grad_states)
     if back.gradient_heads:
@@ -455,4 +502,7 @@ def backward(
     else:
         back.query_gradients(plan.query_gradients)
         back.key_gradients(plan.key_gradients)
-    return back.finish()
+    finished = side.run(0, back.finish)
+    beside.finish(back.grads.x, back.grads.z)
+    side.wait(finished)
+    return back.results()

@@ -4,6 +4,8 @@ For each shape: every kernel alone, over its candidates; then what runs beside w
 and backward by themselves. A candidate is compared with float64 before it is timed. What does not win by more than
 the noise stays as it is in the default plan.
 
+A Mamba-3 layer may put its projections beside the walks: that is timed on a whole layer, of the model's width.
+
 Most of the time goes into compiling, so worker processes do that first, all for one head count at once; the lengths
 of sequences do not matter to it.
 """
@@ -66,6 +68,7 @@ class Family:
         walks: the kernels that go through the chunks in order, of the forward and of the backward.
         backwards: what may run beside what in the backward.
         walk_out: the kernel that is walk and outputs of the forward in one, if there is one.
+        has_layer: whether a layer may put its projections beside the walks, and the bench can time one.
     """
 
     kernels: tuple[str, ...]
@@ -73,6 +76,7 @@ class Family:
     walks: tuple[str, str]
     backwards: tuple[dict, ...]
     walk_out: str | None = None
+    has_layer: bool = False
 
 
 def _gated_delta_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
@@ -90,7 +94,11 @@ FAMILIES = {
         KERNELS, _gated_delta_candidates, ("transition", "transition_backward"), BACKWARDS, "transition_out"
     ),
     "mamba3": Family(
-        mamba3_launches.KERNELS, _mamba3_candidates, ("scan", "scan_backward"), (dict(overlap_backward=True),)
+        mamba3_launches.KERNELS,
+        _mamba3_candidates,
+        ("scan", "scan_backward"),
+        (dict(overlap_backward=True),),
+        has_layer=True,
     ),
 }
 
@@ -123,6 +131,9 @@ class Bench(Protocol):
 
     def time_backward(self, plan: AnyPlan) -> Timing: ...
 
+    def time_layer(self, plan: AnyPlan, dim: int) -> tuple[Timing, Timing]:
+        """Forward and backward of a whole layer of a model of width `dim`; asked last for a shape."""
+
 
 class OutOfTime(Exception):
     pass
@@ -137,6 +148,7 @@ class Search:
     say: Say = print
     clock: Callable[[], float] = time.monotonic
     deadline: float = float("inf")
+    dim: int | None = None
 
     def __post_init__(self) -> None:
         self.verdicts: dict[AnyPlan, str | None] = {}
@@ -183,7 +195,8 @@ class Search:
         except OutOfTime:
             evidence["complete"] = False
             self.say("  the time is over: the rest stays at the default")
-        return self._entry(shape, plan, evidence)
+        entry = self._entry(shape, plan, evidence)
+        return self._with_projections(entry) if FAMILIES[shape.family].has_layer else entry
 
     def _in_time(self) -> None:
         if self.clock() >= self.deadline:
@@ -279,6 +292,25 @@ class Search:
         return Entry(shape, plan, evidence)
 
 
+    def _with_projections(self, entry: Entry) -> Entry:
+        """Whether the layer's projections run beside the walks, which changes no bit: forward and backward alone."""
+        if self.clock() >= self.deadline:
+            return entry
+        shape = entry.shape
+        dim = shape.num_heads * shape.v_dim // 2 if self.dim is None else self.dim
+        beside = dict(overlap_projections=True, overlap_projections_backward=True)
+        serial = self.bench.time_layer(entry.plan, dim)
+        at_once = self.bench.time_layer(replace(entry.plan, **beside), dim)
+        pays = [mine.beats(its) for mine, its in zip(at_once, serial, strict=True)]
+        self.say(
+            f"  layer of width {dim}: {_sum(serial)} ms, with projections beside the walks {_sum(at_once)} ms "
+            f"(pays: forward {pays[0]}, backward {pays[1]})"
+        )
+        times = {name: [round(t.median, 4) for t in ts] for name, ts in (("serial", serial), ("at_once", at_once))}
+        evidence = entry.evidence | {"layer_ms": {"dim": dim, **times}}
+        return replace(entry, plan=replace(entry.plan, **dict(zip(beside, pays, strict=True))), evidence=evidence)
+
+
 def _sum(timings: Sequence[Timing]) -> str:
     return " + ".join(f"{timing.median:.3f}" for timing in timings)
 
@@ -304,17 +336,19 @@ def tune(
     seconds: float,
     say: Say = print,
     clock: Callable[[], float] = time.monotonic,
+    dim: int | None = None,
 ) -> list[Entry]:
     """Tunes all shapes within about `seconds`, writing each entry as soon as it is there.
 
     The time that is left is shared evenly among the groups of shapes that are left, then among a group's shapes.
+    `dim` is the width of the model; None: that of an official Mamba-3 module with so many heads.
     """
     end = clock() + seconds
     entries, groups = [], groups_of(shapes)
     for i, group in enumerate(groups):
         stop = clock() + (end - clock()) / (len(groups) - i)
         say(f"{group[0].num_heads} heads, {group[0].k_dim} x {group[0].v_dim}, {group[0].dtype}: compiling")
-        search = Search(make_bench(group[0]), default_for(group[0]), say, clock, stop)
+        search = Search(make_bench(group[0]), default_for(group[0]), say, clock, stop, dim)
         usable = search.compile(group[0])
         for j, shape in enumerate(group):
             search.deadline = clock() + (stop - clock()) / (len(group) - j)
@@ -324,7 +358,13 @@ def tune(
     return entries
 
 
-def run(shapes: Sequence[Shape], out: Path | None, seconds: float | None, turns: Turns | None = None) -> int:
+def run(
+    shapes: Sequence[Shape],
+    out: Path | None,
+    seconds: float | None,
+    turns: Turns | None = None,
+    dim: int | None = None,
+) -> int:
     """The command: tunes on the current GPU and prints what was found.
 
     Raises:
@@ -354,6 +394,6 @@ def run(shapes: Sequence[Shape], out: Path | None, seconds: float | None, turns:
     def make_bench(shape: Shape) -> Bench:
         return KernelBench(shape, device, turns or Turns(None))
 
-    tune(shapes, make_bench, default_for, environment, path, seconds)
+    tune(shapes, make_bench, default_for, environment, path, seconds, dim=dim)
     print(f"written: {path}")
     return 0

@@ -67,6 +67,8 @@ class StateFlow:
     """Under tensor parallelism each rank holds residual stream and norms of its part of a chunk's tokens only"""
     kernels: str = "auto"
     """"auto" uses the Triton kernels where they fit, else PyTorch; "triton" insists on them; "reference" is PyTorch"""
+    overlap_projections: str = "auto"
+    """Products of a Mamba-3 layer beside its kernels' walks: "auto" where the kernels' plan says so, "on" or "off" """
     trace: bool = False
     """Record when each action of the steps trace_steps begins and ends, in dump_folder/trace; see `stateflow draw`"""
     trace_steps: list[int] = field(default_factory=lambda: [3, 5])
@@ -141,11 +143,17 @@ def _check_types(options: StateFlow) -> None:
         "[stateflow] rope_reset = true has no documents to reset at with reset_at_documents = false; set that to true, "
         "or rope_reset to false",
     )
+    from stateflow.layers.mamba3_overlap import MODES as OVERLAP_MODES
     from stateflow.titan.flavors import KERNEL_BACKENDS
 
     if not isinstance(options.kernels, str) or options.kernels not in KERNEL_BACKENDS:
         known = ", ".join(f'"{name}"' for name in KERNEL_BACKENDS)
         raise ValueError(f"[stateflow] kernels = {options.kernels!r} is unknown; use one of {known}")
+    if options.overlap_projections not in OVERLAP_MODES:
+        known = ", ".join(f'"{name}"' for name in OVERLAP_MODES)
+        raise ValueError(
+            f"[stateflow] overlap_projections = {options.overlap_projections!r} is unknown; use one of {known}"
+        )
     _expect(
         isinstance(options.tokenizer, str),
         f"[stateflow] tokenizer = {options.tokenizer!r} must be \"bytes\" or a path",
