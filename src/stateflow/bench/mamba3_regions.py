@@ -36,9 +36,9 @@ PAPER = {
 PAPER_HIDDEN = {80: 0.357, 40: 0.713, 24: 0.848}
 
 
-def dim_of(shape: Shape) -> int:
+def dim_of(heads: int, p_dim: int) -> int:
     """Of the model; for heads that the paper does not have, that of an official module with so many."""
-    return DIMS.get(shape.num_heads, shape.num_heads * shape.v_dim // 2)
+    return DIMS.get(heads, heads * p_dim // 2)
 
 
 class Layer:
@@ -57,10 +57,8 @@ class Layer:
         WorkingWeights(self.module, dtype, lambda module: isinstance(module, Mamba3Dynamics)).prepare()
         tokens = (shape.batch, shape.tokens)
         self.x = normal(*tokens, dim).to(dtype).requires_grad_()
-        self.state = tuple(
-            0.3 * normal(shape.batch, *spec.shape).requires_grad_() for spec in self.module.state_spec(dtype)
-        )
-        self.state = tuple(x.detach().requires_grad_() for x in self.state)
+        specs = self.module.state_spec(dtype)
+        self.state = tuple((0.3 * normal(shape.batch, *spec.shape)).requires_grad_() for spec in specs)
         self.grads = [normal(*tokens, dim).to(dtype), *(normal(*x.shape) for x in self.state)]
         self.inputs = [self.x, *self.state, *self.module.dynamics.parameters()]
 
@@ -78,7 +76,7 @@ class Layer:
 
 
 def regions(shape: Shape, device: torch.device) -> list[Region]:
-    layer = Layer(shape, device, dim_of(shape))
+    layer = Layer(shape, device, dim_of(shape.num_heads, shape.v_dim))
     module = layer.module
     with torch.no_grad():
         operands, _, _ = module.pre(layer.x, layer.state, None)
