@@ -219,12 +219,18 @@ def test_a_search_for_mamba3(tmp_path):
         def time_backward(self, plan):
             return self.timing(3.0 - self.gains.get(plan.overlap_backward, 0.0))
 
+        def time_layer(self, plan, dim):
+            assert dim == 2560
+            gains = (0.5 * plan.overlap_projections, 0.005 * plan.overlap_projections_backward)
+            return tuple(self.timing(9.0 - gain) for gain in gains)
+
     shape = Shape("mamba3", 80, 1, 128, 64, "bfloat16", 1, 8192, 32)
     default = mamba3_rule.default_plan(128, 64, torch.bfloat16)
     best = {"scan": Tile(16, 2, 6), "key_gradients": Tile(64, 8, 2)}
     bench = Mamba3Bench({item: 0.5 for item in best.items()}, {CUTS[1]: 0.4, True: 0.3})
     (entry,) = tune([shape], lambda _: bench, lambda _: default, HERE, tmp_path / "t.json", 1e9, str, bench.clock)
-    assert entry.plan == replace(default, **best, cuts=CUTS[1], overlap_backward=True)
+    assert entry.plan == replace(default, **best, cuts=CUTS[1], overlap_backward=True, overlap_projections=True)
+    assert entry.evidence["layer_ms"] == {"dim": 2560, "serial": [9.0, 9.0], "at_once": [8.5, 8.995]}
     assert load(tmp_path / "t.json").entries == (entry,)
     # What leaves or takes sums over blocks of columns has one width, whatever the length.
     for kernel in ("scan_backward", "query_gradients", "key_gradients"):

@@ -19,6 +19,7 @@ from torch import Tensor
 from stateflow.bench.contestants import Region
 from stateflow.layers import Mamba3, Mamba3Dynamics
 from stateflow.recurrence import mamba3_kernels
+from stateflow.recurrence.mamba3 import Inputs
 from stateflow.recurrence.numerics import add_product
 from stateflow.working_weights import WorkingWeights
 from stateflow_kernels.mamba3_rule import Beside
@@ -80,7 +81,7 @@ def regions(shape: Shape, device: torch.device) -> list[Region]:
     module = layer.module
     with torch.no_grad():
         operands, _, _ = module.pre(layer.x, layer.state, None)
-        inputs = mamba3_kernels.Inputs(*operands, *module.parameters_of_core(), *layer.state)
+        inputs = Inputs(*operands, *module.parameters_of_core(), *layer.state)
         options = (None, module.norm_eps, module.A_floor, module.chunk_size)
         mixed, *_ = mamba3_kernels.forward(inputs, *options)
     outputs = {overlap: layer.forward(overlap) for overlap in ("off", "on")}
@@ -95,10 +96,11 @@ def regions(shape: Shape, device: torch.device) -> list[Region]:
     def to_weight() -> None:
         add_product(total, grad_NO.t(), mixed.view(len(grad_NO), -1))
 
-    def serial() -> None:
+    def serial() -> Inputs:
         to_mixed()
-        kernels_back()
+        found = kernels_back()
         to_weight()
+        return found
 
     beside = Beside(gates=to_mixed, scan=to_weight)
     to_mixed()

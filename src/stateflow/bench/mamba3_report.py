@@ -89,5 +89,5 @@ def _table_4b(rows: Sequence[dict]) -> str:
         return ""
     columns = ["heads", "tokens", "width", "forward", "backward", "both", "hidden", "paper, forward", "backward"]
     columns.append("hidden, at most")
-    text = "The paper's table 4b (its kernels, A100): speed-ups of the regions of eq. 17 and 19, and the hidden share of the "
-    return f"{text}operation's kernels.\n\n{markdown_table(columns, lines)}"
+    text = "The paper's table 4b (its kernels, A100): speed-ups of eq. 17 and 19, and the hidden share of "
+    return f"{text}the operation's kernels.\n\n{markdown_table(columns, lines)}"
