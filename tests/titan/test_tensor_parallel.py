@@ -25,6 +25,7 @@ FIVE_KV_HEADS = [
 ]  # fmt: skip
 EVEN_CHUNKS = ["--stateflow.num-chunks=None", "--stateflow.chunk-lengths", "2", "60", "4", "30"]
 MAMBA3 = "--stateflow.model.pattern=mamba3,mamba3,mamba3,attention"
+BESIDE = "--stateflow.overlap-projections=on"
 FULL = "--activation_checkpoint.mode=full"
 SELECTIVE = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 COMPILE = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
@@ -47,9 +48,9 @@ VERIFIED = {
     "FSDP2 x TP2": (4, [PP1, TP2, FSDP2]),
     "PP2 x TP2, Mamba-3": (4, [PP2, TP2, MAMBA3]),
     "PP2 x TP2, Mamba-3, sequence parallel norms, full recomputation": (
-        4, [PP2, TP2, MAMBA3, SP, *EVEN_CHUNKS, FULL],
+        4, [PP2, TP2, MAMBA3, BESIDE, SP, *EVEN_CHUNKS, FULL],
     ),
-    "FSDP2 x TP2, Mamba-3": (4, [PP1, TP2, FSDP2, MAMBA3]),
+    "FSDP2 x TP2, Mamba-3": (4, [PP1, TP2, FSDP2, MAMBA3, BESIDE]),
     "PP2 x TP2, key heads of both ranks": (4, [PP2, TP2, *FIVE_KV_HEADS]),
     "TP4, fewer key heads than ranks, and some of two ranks": (
         4, [PP1, "--parallelism.tensor_parallel_degree=4", "--stateflow.model.num-heads=3",
