@@ -71,6 +71,19 @@ def test_all_gradients_are_those_of_the_parts(with_docs, calls):
     assert_close(expected, results(make_layer("off", backend="reference"), docs))
 
 
+def test_a_backward_under_autocast_computes_as_its_forward_did(calls):
+    found = []
+    for on in (False, True):
+        layer = make_layer("on").float()
+        x, state = make_arguments(layer)
+        y, update = layer(x, state)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            sum(t.square().sum() for t in (y, *update)).backward()
+        found.append([x.grad, *(s.grad for s in state), *(p.grad for p in layer.parameters())])
+    assert len(calls) == 2
+    assert_same_bits(*found)
+
+
 def test_frozen_weights_get_no_gradient(calls):
     found = []
     for overlap in ("off", "on"):

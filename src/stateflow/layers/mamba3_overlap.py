@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ..autocast import Autocast
 from ..projections import (
     ProjectionsBackward,
     Taker,
@@ -184,7 +185,7 @@ class _Layer(torch.autograd.Function):
         others, weights = tensors[:count], tensors[count:]
         inputs, (mixed_BTHP, *carried) = call.forward(x_BTD, docs, others, weights)
         has_out = len(weights) > NUM_IN
-        ctx.call = call
+        ctx.call, ctx.autocast = call, Autocast.at(x_BTD)
         ctx.save_for_backward(x_BTD, docs, mixed_BTHP if has_out else None, *inputs, *weights)
         y = F.linear(mixed_BTHP.flatten(2), weights[-1]) if has_out else mixed_BTHP
         return y, *carried
@@ -196,5 +197,6 @@ class _Layer(torch.autograd.Function):
         count = len(Inputs._fields)
         inputs, weights = Inputs(*tensors[:count]), tensors[count:]
         needed = ctx.needs_input_grad[-len(weights) :]
-        grad_x, found, weight_grads = ctx.call.backward(grads, x_BTD, docs, mixed_BTHP, inputs, weights, needed)
+        with ctx.autocast.again():
+            grad_x, found, weight_grads = ctx.call.backward(grads, x_BTD, docs, mixed_BTHP, inputs, weights, needed)
         return None, grad_x, None, *found[NUM_IN:], *weight_grads
