@@ -217,10 +217,10 @@ class _Problem:
 class _SideStreams:
     """Streams beside the current one, for ST and STB. Not enabled, everything runs on the current stream.
 
-    They have priority: a walk is few programs that take long, and would else start only when the many short
-    programs beside it have all been handed out. Tensors must be allocated before the first `run` and live until
-    after the last `wait`: then the allocator, which knows only the current stream, gives no memory away too
-    early, and a graph capture sees one region.
+    They have priority unless told otherwise: a walk is few programs that take long, and would else start only when the
+    many short programs beside it have all been handed out. Tensors must be allocated before the first `run`, or by what
+    it launches, and live until after the last `wait`: then the allocator, which knows only the stream that allocates,
+    gives no memory away too early (a later `run` goes after all uses), and a graph capture sees one region.
     """
 
     _streams: ClassVar[dict[tuple[torch.device, int], torch.cuda.Stream]] = {}
@@ -229,14 +229,14 @@ class _SideStreams:
         self.device = device
         self.main = torch.cuda.current_stream(device) if enabled and device.type == "cuda" else None
 
-    def run(self, lane: int, launch: Callable[[], None]) -> torch.cuda.Event | None:
+    def run(self, lane: int, launch: Callable[[], None], priority: int = -1) -> torch.cuda.Event | None:
         """Launches after all that the current stream has so far, and returns the event of its end."""
         if self.main is None:
             launch()
             return None
         key = self.device, lane
         if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(self.device, priority=-1)
+            self._streams[key] = torch.cuda.Stream(self.device, priority=priority)
         side = self._streams[key]
         side.wait_stream(self.main)
         with torch.cuda.stream(side):

@@ -11,7 +11,7 @@ backward beside what does not need it:
 (Where Local and Local back are one kernel, Scan works beside Scan back.)
 Every kernel does the same with a segment as with the whole, so neither changes a bit.
 
-A caller that has work of its own, as the projections of a layer, may put it beside the walks: see `Beside`.
+A caller that has work of its own, as the projections of a layer, may put it beside them: see `Beside`.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Mamba3Plan:
     `block_v` of a tile is columns of P at a time, which are rows of S. `cuts`: shares of the chunks at which a forward
     is cut into segments; `overlap_backward`: the backward's first scan runs beside another kernel. `gradient_heads`:
     Queries and Keys are one kernel, see `hopper_mamba3_gradients`, with up to so many heads a program, where that runs.
-    `overlap_projections`, `overlap_projections_backward`: a layer puts its projections beside the walks, see `Beside`.
+    `overlap_projections`, `overlap_projections_backward`: a layer puts its projections beside these, see `Beside`.
     """
 
     local: Tile = Tile(64, 4, 2)
@@ -111,18 +111,20 @@ def _nothing(*_: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Beside:
-    """What a caller launches on the current stream while a walk of ours leaves the device idle.
+    """What a caller launches while kernels of ours leave the device idle.
 
     Attributes:
         gates: beside Gates and Theta, of the forward and of the backward. x, z and the gradient of y need not be
             there before; x and the gradient of y must be after it.
-        scan: beside Scan, and the backward's both. z of the forward must be there after it.
+        scan: beside Scan of the forward. z must be there after it.
+        meanwhile: after `gates` of the backward and beside all that follows, whose kernels go first.
         finish: beside the last kernels of the backward; gets the gradients of x and z, which are there.
-        at_once: walks are on side streams. Else everything is in turn on the current one, with the same bits.
+        at_once: ours and the caller's are on streams of their own. Else all is in turn on one, with the same bits.
     """
 
     gates: Callable[[], None] = _nothing
     scan: Callable[[], None] = _nothing
+    meanwhile: Callable[[], None] = _nothing
     finish: Callable[[Tensor, Tensor], None] = _nothing
     at_once: bool = True
 
@@ -484,6 +486,7 @@ def backward(
     beside = beside or Beside()
     known = side.run(0, prepared.gates)
     beside.gates()
+    meanwhile = side.run(2, beside.meanwhile, priority=0)
     side.wait(known)
     in_one = hopper_mamba3.runs(problem, plan.local, plan.local_backward, given=(back.grad_y,))
     if in_one:
@@ -494,7 +497,6 @@ def backward(
     if not in_one:
         back.local(plan.local_backward)
     grad_states = side.run(1, partial(back.scan, plan.scan_backward))
-    beside.scan()
     side.wait(states)
     side.wait(grad_states)
     if back.gradient_heads:
@@ -505,4 +507,5 @@ def backward(
     finished = side.run(0, back.finish)
     beside.finish(back.grads.x, back.grads.z)
     side.wait(finished)
+    side.wait(meanwhile)
     return back.results()

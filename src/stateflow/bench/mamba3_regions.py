@@ -1,10 +1,10 @@
-"""Mamba-3's overlapped regions, beside the paper's table 4b: a layer's projections beside the walks of its kernels.
+"""Mamba-3's overlapped regions, beside the paper's table 4b: a layer's projections beside its kernels.
 
     forward     eq. 17: from x to y, input projections, kernels, output projection
     backward    eq. 19: the gradient of the output projection's input, the kernels, the gradient of its weight
     layer       of everything from dy to dx: eq. 19 and the backward of the input projections
 
-Each with the walks on side streams against the same products and kernels in turn. Weights have gradients in float32,
+Each with products beside kernels against the same in turn on one stream. Weights have gradients in float32,
 to which the products add. The kernel that is to be hidden, one for the paper, is here all kernels of the operation.
 """
 
@@ -102,7 +102,7 @@ def regions(shape: Shape, device: torch.device) -> list[Region]:
         to_weight()
         return found
 
-    beside = Beside(gates=to_mixed, scan=to_weight)
+    beside = Beside(gates=to_mixed, meanwhile=to_weight)
     to_mixed()
     return [
         Region(

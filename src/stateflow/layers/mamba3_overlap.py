@@ -1,4 +1,4 @@
-"""A Mamba-3 layer as one operation, whose projections run beside the walks of its kernels (eq. 17 and 19).
+"""A Mamba-3 layer as one operation, whose projections run beside its kernels (eq. 17 and 19).
 
 A walk through the chunks is few programs that wait for memory, a product keeps the tensor cores busy. No token needs
 to be cut off for that, because not all of a layer is one chain: before z comes Out, the states do not need it, and of
@@ -6,11 +6,12 @@ the backward's products only dX of the output projection is on the way to them. 
 gradients of its input and of its weight, and in brackets what runs at once:
 
     forward     B, C, dt, A, trap, angle -> (Gates || x) -> Local -> (Scan || z) -> Out -> out_proj
-    backward    (Gates || d out_proj) -> Local, Local back -> (Scan, Scan back || w out_proj) -> Queries, Keys
+    backward    (Gates || d out_proj) -> (Local, Local back -> Scan, Scan back -> Queries, Keys || w out_proj)
                 -> (Carry, Gates back, Shared back || d and w of z, x) -> d and w of B, C, dt, A, trap, angle
 
-These are the products and kernels of the layer that is called part by part, so its bits are the same. Products are on
-the current stream and the walks on others, so that nothing but the kernels' own buffers is used on two streams.
+These are the products and kernels of the layer that is called part by part, so its bits are the same. Which stream has
+what is the kernels' business, see `stateflow_kernels.mamba3_rule.Beside`: a product that is not on the current stream
+uses nothing but what lives until the operation ends, and what it allocates itself.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ NUM_IN, NUM_PARAMETERS, NUM_STATES = 8, 6, 4
 
 
 class AtOnce(NamedTuple):
-    """Whether walks and products really run at once, or in the same order on one stream."""
+    """Whether kernels and products really run at once, or in the same order on one stream."""
 
     forward: bool
     backward: bool
@@ -102,10 +103,10 @@ class _Call:
     def form(self, inputs: Inputs) -> str:
         return choose("mamba3", self.backend, *inputs, misfit=_kernel_misfit(inputs, self.options[-1]))
 
-    def beside(self, at_once: bool, *work: Callable):
+    def beside(self, at_once: bool, **work: Callable):
         from stateflow_kernels.mamba3_rule import Beside
 
-        return Beside(*work, at_once=at_once)
+        return Beside(**work, at_once=at_once)
 
     def forward(
         self, x_BTD: Tensor, docs: Tensor | None, others: Sequence[Tensor], weights: Sequence[Tensor]
@@ -123,9 +124,8 @@ class _Call:
         def write(weight_OI: Tensor, to_BTHP: Tensor) -> None:
             torch.mm(x_NI, weight_OI.t(), out=to_BTHP.view(len(x_NI), -1))
 
-        beside = self.beside(
-            self.at_once.forward, lambda: write(x_weight, x_BTHP), lambda: write(z_weight, z_BTHP)
-        )
+        gates, scan = (lambda: write(x_weight, x_BTHP)), (lambda: write(z_weight, z_BTHP))
+        beside = self.beside(self.at_once.forward, gates=gates, scan=scan)
         run = mamba3_kernels.forward if self.form(inputs) == "triton" else mamba3_kernels.chunk_form
         return inputs, run(inputs, docs, *self.options, beside=beside)
 
@@ -154,7 +154,7 @@ class _Call:
             project_backward(0, grad_z.flatten(2))
             project_backward(1, grad_x.flatten(2))
 
-        work: list[Callable] = [lambda: None, lambda: None, through_z_and_x]
+        work: dict[str, Callable] = dict(finish=through_z_and_x)
         grad_mixed_BTHP, *grads_of_state = grads
         if mixed_BTHP is not None:
             grad_NO = grad_mixed_BTHP.reshape(-1, grad_mixed_BTHP.shape[-1])
@@ -167,9 +167,9 @@ class _Call:
             def to_weight() -> None:
                 weight_grads[-1] = weight_gradient(mixed_NI, grad_NO, self.takers[-1], needed[-1])
 
-            work[:2] = to_mixed, to_weight
+            work |= dict(gates=to_mixed, meanwhile=to_weight)
         run = mamba3_kernels.backward if self.form(inputs) == "triton" else mamba3_kernels.chunk_form_backward
-        beside = self.beside(self.at_once.backward, *work)
+        beside = self.beside(self.at_once.backward, **work)
         found = run((grad_mixed_BTHP, *grads_of_state), inputs, docs, *self.options, beside=beside)
         for number, grad in enumerate(found[2:NUM_IN], start=2):
             project_backward(number, grad)

@@ -4,7 +4,7 @@ For each shape: every kernel alone, over its candidates; then what runs beside w
 and backward by themselves. A candidate is compared with float64 before it is timed. What does not win by more than
 the noise stays as it is in the default plan.
 
-A Mamba-3 layer may put its projections beside the walks: that is timed on a whole layer, of the model's width.
+A Mamba-3 layer may put its projections beside the kernels: that is timed on a whole layer, of the model's width.
 
 Most of the time goes into compiling, so worker processes do that first, all for one head count at once; the lengths
 of sequences do not matter to it.
@@ -68,7 +68,7 @@ class Family:
         walks: the kernels that go through the chunks in order, of the forward and of the backward.
         backwards: what may run beside what in the backward.
         walk_out: the kernel that is walk and outputs of the forward in one, if there is one.
-        has_layer: whether a layer may put its projections beside the walks, and the bench can time one.
+        has_layer: whether a layer may put its projections beside the kernels, and the bench can time one.
     """
 
     kernels: tuple[str, ...]
@@ -293,7 +293,7 @@ class Search:
 
 
     def _with_projections(self, entry: Entry) -> Entry:
-        """Whether the layer's projections run beside the walks, which changes no bit: forward and backward alone."""
+        """Whether the layer's projections run beside the kernels, which changes no bit: forward and backward alone."""
         if self.clock() >= self.deadline:
             return entry
         shape = entry.shape
@@ -303,7 +303,7 @@ class Search:
         at_once = self.bench.time_layer(replace(entry.plan, **beside), dim)
         pays = [mine.beats(its) for mine, its in zip(at_once, serial, strict=True)]
         self.say(
-            f"  layer of width {dim}: {_sum(serial)} ms, with projections beside the walks {_sum(at_once)} ms "
+            f"  layer of width {dim}: {_sum(serial)} ms, with projections beside the kernels {_sum(at_once)} ms "
             f"(pays: forward {pays[0]}, backward {pays[1]})"
         )
         times = {name: [round(t.median, 4) for t in ts] for name, ts in (("serial", serial), ("at_once", at_once))}

@@ -182,7 +182,7 @@ def chunk_form(inputs: Inputs, *options, beside=None) -> tuple[Tensor, ...]:
 def chunk_form_backward(grads: tuple[Tensor, ...], inputs: Inputs, *options, beside=None) -> Inputs:
     if beside is not None:
         beside.gates()
-        beside.scan()
+        beside.meanwhile()
     results = Inputs(*_chunk_form_backward(*grads, *inputs, *options))
     if beside is not None:
         beside.finish(results.x, results.z)

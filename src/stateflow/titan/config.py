@@ -68,7 +68,7 @@ class StateFlow:
     kernels: str = "auto"
     """"auto" uses the Triton kernels where they fit, else PyTorch; "triton" insists on them; "reference" is PyTorch"""
     overlap_projections: str = "auto"
-    """Products of a Mamba-3 layer beside its kernels' walks: "auto" where the kernels' plan says so, "on" or "off" """
+    """Products of a Mamba-3 layer beside its kernels: "auto" where the kernels' plan says so, "on" or "off" """
     trace: bool = False
     """Record when each action of the steps trace_steps begins and ends, in dump_folder/trace; see `stateflow draw`"""
     trace_steps: list[int] = field(default_factory=lambda: [3, 5])
