@@ -151,8 +151,8 @@ class _Call:
             weight_grads[each] = projections.add(*parts)
 
         def through_z_and_x(grad_x: Tensor, grad_z: Tensor) -> None:
-            project_backward(0, grad_z.flatten(2))
-            project_backward(1, grad_x.flatten(2))
+            project_backward(0, grad_z)
+            project_backward(1, grad_x)
 
         work: dict[str, Callable] = dict(finish=through_z_and_x)
         grad_mixed_BTHP, *grads_of_state = grads
