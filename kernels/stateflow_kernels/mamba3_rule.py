@@ -390,8 +390,8 @@ class Backward:
         """Queries and Keys in one, with as many heads a program as `set_gradient_heads` was told."""
         hopper_mamba3.gradients(self)
 
-    def finish(self) -> None:
-        """Carry, Gates back and Shared back."""
+    def finish(self) -> Inputs:
+        """Carry, Gates back, Shared back, and the sums over tokens."""
         problem, prepared, grads, inputs = self.problem, self.prepared, self.grads, self.problem.inputs
         problem.per_head(
             finish_kernels.carry_kernel,
@@ -418,10 +418,6 @@ class Backward:
             programs=problem.batch * (CHUNK // SHARED_TOKENS),
             GROUPS=self.num_groups,
         )
-
-    def results(self) -> Inputs:
-        """With the sums over tokens, which are left."""
-        grads, inputs = self.grads, self.problem.inputs
         B_norm, C_norm = self.grad_norms.sum((1, 2))
         sums = dict(
             dt_bias=self.grad_dt_bias.sum((0, 2)),
@@ -504,8 +500,9 @@ def backward(
     else:
         back.query_gradients(plan.query_gradients)
         back.key_gradients(plan.key_gradients)
-    finished = side.run(0, back.finish)
+    found: list[Inputs] = []
+    finished = side.run(0, lambda: found.append(back.finish()))
     beside.finish(back.grads.x, back.grads.z)
     side.wait(finished)
     side.wait(meanwhile)
-    return back.results()
+    return found[0]

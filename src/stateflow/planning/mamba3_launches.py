@@ -97,7 +97,7 @@ class Launches:
         self.back = back
         whole = prepared.whole
         prepared.gates()
-        self.gates = prepared.gates
+        self.gates, self.finish = prepared.gates, back.finish
         # The forward's, where that keeps no rows of q and k.
         without_rows = copy.copy(prepared)
         without_rows.k_rows = without_rows.q_rows = None
@@ -117,10 +117,6 @@ class Launches:
         if fill is not None:
             for name in KERNELS:
                 self.by_name[name](getattr(fill, name))
-
-    def finish(self) -> rule.Inputs:
-        self.back.finish()
-        return self.back.results()
 
     @staticmethod
     def _scan_backward(back: rule.Backward, tile: Tile) -> None:
