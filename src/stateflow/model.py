@@ -26,6 +26,7 @@ def _gated_delta_net(config: "ModelConfig") -> Mixer:
         allow_neg_eigval=config.allow_neg_eigval,
         norm_eps=config.norm_eps,
         backend=config.backend,
+        exact_order=config.exact_order,
     )
 
 
@@ -93,6 +94,7 @@ class ModelConfig:
         init_seed: seed of the parameters; None is torch.initial_seed() at the time of `init_weights`.
         backend: "auto" for hand-written kernels where they can run, "triton" to insist on them, "chunk" for
             PyTorch, or "reference" for token-by-token recurrences and full-mask attention, to verify.
+        exact_order: False lets kernels sum in another order where that is faster, see `gated_delta_rule`.
     """
 
     dim: int = 256
@@ -119,6 +121,7 @@ class ModelConfig:
     init_std: float = 0.02
     init_seed: int | None = None
     backend: str = "auto"
+    exact_order: bool = True
 
     def validate(self) -> None:
         """Raises ValueError, naming the field, its value and the least change that works."""

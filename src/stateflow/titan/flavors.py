@@ -102,6 +102,7 @@ def resolve_model(job_config) -> ModelArgs:
     if options.rope_reset:
         given["rope_reset"] = True
     given["backend"] = KERNEL_BACKENDS[options.kernels]
+    given["exact_order"] = options.exact_order
     attn_type = "varlen" if options.reset_at_documents else "sdpa"
     args = dataclasses.replace(_pristine(name), attn_type=attn_type, **given)
     args.validate()
