@@ -193,6 +193,22 @@ def test_autocast_gives_gradients_of_the_parameters_dtype():
     assert_equal(*results)
 
 
+@pytest.mark.parametrize("working", [False, True])
+def test_a_backward_under_autocast_computes_as_its_forward_did(working):
+    results = []
+    for on in (False, True):
+        module = make(True).float()
+        if working:
+            WorkingWeights(module, torch.float32)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        loss = sum(y.square().sum() for y in module(x))
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            loss.backward()
+        results.append([x.grad, *(p.grad for p in module.parameters() if p.requires_grad)])
+    for without, under in zip(*results, strict=True):
+        assert torch.equal(without, under)
+
+
 def second_derivatives(module):
     x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
     loss = sum(y.square().sum() for y in module(x))

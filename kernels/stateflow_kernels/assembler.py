@@ -12,6 +12,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import torch
 import triton
 
 VARIABLE = "TRITON_PTXAS_PATH"
@@ -44,18 +45,29 @@ def _is_broken(version: str | None) -> bool:
     return version is not None and BROKEN[0] <= tuple(int(n) for n in version.split(".")) < BROKEN[1]
 
 
+def _inductors() -> Path:
+    """One that comes with torch. Inductor, when it first compiles, names it in the environment if none is named."""
+    return Path(torch.__file__).parent / "bin" / "ptxas"
+
+
 def choose() -> None:
     """Has Triton call a ptxas that assembles these kernels right, in this process and those that it starts.
 
-    Does nothing if the environment names one already, or if there is no better one.
+    It is named in the environment even where Triton would call the same one: else what is called, and with it the plans
+    that were measured, would depend on whether inductor has compiled something before. Does nothing if the user named
+    one, or if Triton has none.
     """
-    if os.environ.get(VARIABLE) or not _is_broken(version_of(bundled())):
+    named = os.environ.get(VARIABLE)
+    if named and Path(named) != _inductors():
         return
-    newer = bundled("ptxas-blackwell")
-    version = version_of(newer)
-    if version is None or _is_broken(version):
+    chosen = bundled()
+    if _is_broken(version_of(chosen)):
+        newer = bundled("ptxas-blackwell")
+        if (version := version_of(newer)) is not None and not _is_broken(version):
+            chosen = newer
+    if version_of(chosen) is None:
         return
-    os.environ[VARIABLE] = str(newer)
+    os.environ[VARIABLE] = str(chosen)
     # Triton keeps the version that is part of a compiled kernel's name: without this, kernels of the old one are found.
     from triton.backends.nvidia import compiler
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from stateflow.autocast import Autocast
 from stateflow.weight_gradients import add_weight_gradients, adding_linear, total_of
 
 # Takes x and the gradient of a projection's output, for its weight.
@@ -93,7 +94,7 @@ def _products(x: Tensor, sizes: Sequence[int], weights: Sequence[Tensor]) -> lis
 class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, sizes: Sequence[int], takers: Sequence[Taker | None], *weights: Tensor):
-        ctx.sizes, ctx.takers = sizes, takers
+        ctx.sizes, ctx.takers, ctx.autocast = sizes, takers, Autocast.at(x)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
         return tuple(_products(x, sizes, weights))
@@ -105,6 +106,11 @@ class _Projections(torch.autograd.Function):
                 "create_graph=True: projections that add up the gradients of their weights themselves cannot be "
                 "differentiated again; use a model without working weights, and a policy without W"
             )
+        with ctx.autocast.again():
+            return _Projections._gradients(ctx, grads)
+
+    @staticmethod
+    def _gradients(ctx, grads: Sequence[Tensor | None]):
         x, *weights = ctx.saved_tensors
         x_NI, grad_NI, weight_grads = x.reshape(-1, x.shape[-1]), None, []
         takers, needed = iter(ctx.takers), iter(ctx.needs_input_grad[3:])

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
+from stateflow.autocast import Autocast
 from stateflow.layer_graphs import LayerGraphs
 from stateflow.layers import Block
 from stateflow.layers.mixer import State
@@ -102,7 +103,7 @@ class Recomputed(ActivationWrapper):
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layer: Recomputed, docs: Tensor | None, *inputs: Tensor):
-        ctx.layer = layer
+        ctx.layer, ctx.autocast = layer, Autocast.at(inputs[0])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(docs, *inputs)
         return tuple(layer.call_forward(inputs, docs))
@@ -111,4 +112,5 @@ class _Recompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor | None):
         docs, *inputs = ctx.saved_tensors
-        return None, None, *ctx.layer.call_backward(inputs, docs, ctx.needs_input_grad[2:], grads)
+        with ctx.autocast.again():
+            return None, None, *ctx.layer.call_backward(inputs, docs, ctx.needs_input_grad[2:], grads)

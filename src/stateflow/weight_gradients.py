@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stateflow.autocast import Autocast
 from stateflow.recurrence.numerics import add_product
 
 
@@ -69,7 +70,7 @@ class _AddingLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None):
-        ctx.bias = bias_O
+        ctx.bias, ctx.autocast = bias_O, Autocast.at(x)
         ctx.weight = weight_OI  # as it is: what autograd unpacks need not be the tensor that knows its total
         ctx.save_for_backward(x, weight_OI)
         return F.linear(x, weight_OI, bias_O)
@@ -78,5 +79,6 @@ class _AddingLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         x, weight_OI = ctx.saved_tensors
-        add_weight_gradients(ctx.weight, ctx.bias, x, grad)
-        return input_gradient(weight_OI, x, grad) if ctx.needs_input_grad[0] else None, None, None
+        with ctx.autocast.again():
+            add_weight_gradients(ctx.weight, ctx.bias, x, grad)
+            return input_gradient(weight_OI, x, grad) if ctx.needs_input_grad[0] else None, None, None

@@ -1,6 +1,7 @@
 """Tables of plans: what is written is read again, and every call finds the nearest entry that fits its kernels."""
 
 import dataclasses
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -290,3 +291,18 @@ def test_only_scans_may_have_eight_rows():
     check_plan(Mamba3Plan(scan=Tile(8, 1, 8)))
     with pytest.raises(ValueError, match="out: block_v = 8 must be a power of two from 16 to 256"):
         check_plan(Mamba3Plan(out=Tile(8, 4, 2)))
+
+
+def test_both_walks_of_a_backward_on_hopper_fit_one_multiprocessor():
+    for k_dim, v_dim in itertools.product(hopper.K_DIMS, (64, 128, 256)):
+        default = default_plan(k_dim, v_dim, torch.bfloat16)
+        plan = plans._with_specialized_kernels(default, k_dim, v_dim, 232_448)
+        walk, back = plan.transition, plan.transition_backward
+        assert plan.overlap_backward and walk.specialized and back.specialized
+        pair = ((False, walk), (True, back))
+        taken = [hopper.shared_bytes(on, k_dim, tile.block_v, tile.num_stages) for on, tile in pair]
+        assert sum(taken) < 232_448
+        small = plans._with_specialized_kernels(default, k_dim, v_dim, sum(taken) // 2)
+        assert not small.overlap_backward
+    other = default_plan(96, 192, torch.bfloat16)
+    assert plans._with_specialized_kernels(other, 96, 192, 232_448) == other

@@ -305,3 +305,21 @@ def test_second_derivatives_are_refused():
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("forward, backward", [(True, False), (False, True)])
+def test_autocast_of_the_forward_counts_when_it_is_computed_again(forward, backward):
+    results = []
+    for recompute in (False, True):
+        model = cases.make_model(["attention"], torch.float32)
+        layer = Recomputed(model.layers["0"]) if recompute else model.layers["0"]
+        x = torch.linspace(-1, 1, 5 * model.config.dim).view(1, 5, -1).requires_grad_()
+        state = model.layers["0"].mixer.initial_state(1, "cpu", torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+            y, _ = layer(x, state, None)
+        with torch.autocast("cpu", torch.bfloat16, enabled=recompute and backward):
+            y.square().sum().backward()
+        results.append({"x": x.grad, **{name: p.grad for name, p in model.layers["0"].named_parameters()}})
+    expected, grads = results
+    for name, grad in expected.items():
+        assert (grads[name] - grad).norm() <= (2e-2 if forward else 1e-5) * grad.norm(), name

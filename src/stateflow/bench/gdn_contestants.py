@@ -110,14 +110,14 @@ def _ours(shape: Shape, device: torch.device) -> list[Contestant]:
     ours = with_choice(Contestant(OURS, call), shape, device)
     default = plans.fallback_plan(device, getattr(torch, shape.dtype), shape.k_dim, shape.v_dim)
     walks = ("transition", "transition_backward")
-    wide = {name: Tile(64, 4, 2) for name in walks}
+    wide = replace(default, **{name: Tile(64, 4, 2) for name in walks}, overlap_backward=False)
 
     wider = "the default with BV 64 in ST and STB"
     return [
         ours,
         serial(ours),
         replace(ours, name=DEFAULT, plan=default, plan_source="default", tuned=False),
-        replace(ours, name=SERIAL_64, plan=replace(default, **wide), plan_source=wider, tuned=False),
+        replace(ours, name=SERIAL_64, plan=wide, plan_source=wider, tuned=False),
     ]
 
 

@@ -2,7 +2,7 @@
 
 For each shape: every kernel alone, over its candidates; then what runs beside what, on the whole operation, forward
 and backward by themselves. A candidate is compared with float64 before it is timed. What does not win by more than
-the noise stays as it is in the default plan, and nothing overlaps.
+the noise stays as it is in the default plan.
 
 Most of the time goes into compiling, so worker processes do that first, all for one head count at once; the lengths
 of sequences do not matter to it.
@@ -208,6 +208,7 @@ class Search:
     def _whole(self, family: Family, serial: AnyPlan, fastest: Mapping[str, Sequence[Tile]]) -> AnyPlan:
         """Forward and backward by themselves: each with what runs beside what, and the tiles of its walk for that."""
         walk, walk_back = family.walks
+        serial = replace(serial, overlap_backward=False)  # the default for Hopper is not
         forward = [{"cuts": cuts, walk: tile} for cuts in CUTS for tile in fastest[walk][:BESIDE]]
         plan = self._options("forward", serial, forward, self.bench.time_forward)
         if family.walk_out is not None and getattr(self.default, family.walk_out).specialized:

@@ -194,7 +194,7 @@ def safe_plans(problem: Checkable, plan) -> list:
         if dataclasses.is_dataclass(value)
     }
     tiles |= {name: 0 for name in ("gradient_chunks", "gradient_heads") if name in values}
-    return list(dict.fromkeys([plan, default, dataclasses.replace(default, **tiles)]))
+    return list(dict.fromkeys([plan, default, dataclasses.replace(default, **tiles, overlap_backward=False)]))
 
 
 def run(problem: Checkable, plan) -> Outcome:
