@@ -68,7 +68,7 @@ class Plan:
     `cuts` and `backward_cuts` are shares of the chunks at which a call is cut into segments (none: no overlap of
     segments), `overlap_backward` puts ST and the gradients of the queries beside OG and STB. `gradient_chunks`: PG is
     the one kernel of `hopper_gradients`, where that runs, with so many chunks a program; 0: always three kernels.
-    `num_segments`: how many the walks go through at once, with maps by the tiles of ST and STB; no table has it.
+    `num_segments`: how many the walks go through at once, with maps by the tiles of ST and STB.
     """
 
     pre: Tile = Tile(64, 4, 2)
@@ -282,7 +282,7 @@ class _Problem:
             BK=self.sizes["BK"],
             BV=COMPOSE.block_v,
             BACKWARD=backward,
-            PRECISION="tf32x3",
+            PRECISION=self.sizes["PRECISION"],
             STAGES=COMPOSE.num_stages,
             num_warps=COMPOSE.num_warps,
         )

@@ -79,14 +79,14 @@ def plan_for(
         return _forced
     bucket = bucket_of(num_tokens)
     key_heads = num_heads if num_key_heads is None else num_key_heads
-    plan = _choose(family, device, dtype, batch, bucket, num_heads, key_heads, k_dim, v_dim, num_angles).plan
-    return plan if num_segments == 1 else in_segments(plan, num_segments, v_dim)
+    sizes = (num_heads, key_heads, k_dim, v_dim, num_angles, num_segments)
+    return _choose(family, device, dtype, batch, bucket, *sizes).plan
 
 
 def choice_for(shape: Shape, device: torch.device) -> Choice:
     """As `plan_for`, and says where the plan is from."""
     dtype = getattr(torch, shape.dtype)
-    sizes = (shape.num_heads, shape.num_key_heads, shape.k_dim, shape.v_dim, shape.num_angles)
+    sizes = (shape.num_heads, shape.num_key_heads, shape.k_dim, shape.v_dim, shape.num_angles, shape.segments)
     return _choose(shape.family, device, dtype, shape.batch, bucket_of(shape.tokens), *sizes)
 
 
@@ -126,15 +126,19 @@ def _choose(
     k_dim: int,
     v_dim: int,
     num_angles: int,
+    num_segments: int,
 ) -> Choice:
     name = str(dtype).removeprefix("torch.")
-    wanted = Shape(family, num_heads, num_key_heads, k_dim, v_dim, name, batch, bucket, num_angles)
-    if device.type != "cuda":
-        return Choice(DEFAULTS[family](k_dim, v_dim, dtype))
-    for table in _tables(_device_name(device)):
+    sizes = (num_heads, num_key_heads, k_dim, v_dim)
+    wanted = Shape(family, *sizes, name, batch, bucket, num_angles, num_segments)
+    for table in _tables(_device_name(device)) if device.type == "cuda" else ():
         entry = table.nearest(wanted)
         if entry is not None:
-            return Choice(entry.plan, entry.shape, table.source)
+            plan = entry.plan if num_segments == 1 else dataclasses.replace(entry.plan, num_segments=num_segments)
+            return Choice(plan, entry.shape, table.source)
+    if num_segments > 1:
+        choice = _choose(family, device, dtype, batch, bucket, *sizes, num_angles, 1)
+        return dataclasses.replace(choice, plan=in_segments(choice.plan, num_segments, v_dim))
     return Choice(fallback_plan(device, dtype, k_dim, v_dim, family))
 
 
