@@ -322,12 +322,14 @@ def test_only_inputs_and_the_solve_are_saved(device):
 
 
 @on_devices
-@pytest.mark.parametrize(("dtype", "with_docs"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_operation_is_well_formed(device, dtype, with_docs):
+@pytest.mark.parametrize(
+    ("dtype", "with_docs", "num_segments"), [(torch.float32, True, 1), (torch.bfloat16, False, 2)]
+)
+def test_operation_is_well_formed(device, dtype, with_docs, num_segments):
     torch.manual_seed(0)
     inputs = make_inputs(1, 3, 1, 1, 16, 16, device=device, dtype=dtype)
     docs = documents(1, 3).to(device) if with_docs else None
-    torch.library.opcheck(torch.ops.stateflow.gated_delta_rule_triton, (*inputs, docs, 1.0, 1e-6, 1))
+    torch.library.opcheck(torch.ops.stateflow.gated_delta_rule_triton, (*inputs, docs, 1.0, 1e-6, num_segments))
 
 
 def make_layer(device: str, backend: str) -> GatedDeltaNet:

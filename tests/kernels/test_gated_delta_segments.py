@@ -41,10 +41,10 @@ def check(given, inputs, docs, bounds) -> None:
 @pytest.mark.parametrize(
     ("dtype", "num_tokens", "num_segments", "with_docs", "max_decay", "max_beta"),
     [
-        (torch.float32, 200, 2, True, 0.1, 1.0),
-        (torch.float32, 290, 4, False, 0.0, 2.0),  # nothing is forgotten; a ragged end
-        (torch.float32, 130, 5, False, 0.02, 1.0),  # more segments than chunks
-        (torch.bfloat16, 290, 3, True, 0.02, 1.0),
+        (torch.float32, 150, 2, True, 0.1, 1.0),
+        (torch.float32, 230, 4, False, 0.0, 2.0),  # nothing is forgotten; a ragged end
+        (torch.float32, 70, 5, False, 0.02, 1.0),  # more segments than chunks
+        (torch.bfloat16, 150, 3, True, 0.02, 1.0),
     ],
 )
 def test_equal_the_recurrence(device, dtype, num_tokens, num_segments, with_docs, max_decay, max_beta):
@@ -70,9 +70,9 @@ def test_one_segment_is_the_exact_order(device):
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_no_other_memory_is_touched_or_read_unwritten():
     torch.manual_seed(0)
-    inputs = make_inputs(2, 140, 1, 1, 24, 40, normalize=True)
+    inputs = make_inputs(1, 70, 1, 1, 24, 40, normalize=True)
     with only_own_memory(), poisoned_memory():
-        given = results(inputs, documents(2, 140, rate=0.02), 3)
+        given = results(inputs, documents(1, 70, rate=0.02), 3)
     assert all(x.isfinite().all() for x in given)
 
 
@@ -90,20 +90,13 @@ def test_only_without_exact_order(device, monkeypatch):
     used, forward = [], kernels.forward
     monkeypatch.setattr(kernels, "forward", lambda *args: used.append(args[-1].num_segments) or forward(*args))
     layer = make_layer(device, "triton")
-    x = torch.randn(1, 130, 16).to(device)
+    x = torch.randn(1, 70, 16).to(device)
     with torch.no_grad():
         expected = layer(x)[0]
         layer.exact_order = False
         given = [form(x)[0] for form in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True))]
-    assert used[-3:] == [1, 3, 3]
+    assert used[-3:] == [1, 2, 2]
     assert_close(given, [expected] * 2, 1e-5)
-
-
-@on_devices
-def test_operation_is_well_formed(device):
-    torch.manual_seed(0)
-    inputs = make_inputs(1, 70, 1, 1, 16, 16, device=device)
-    torch.library.opcheck(torch.ops.stateflow.gated_delta_rule_triton, (*inputs, None, 1.0, 1e-6, 2))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -191,11 +191,11 @@ def test_walks_in_segments_have_wide_candidates_and_no_cuts(tmp_path):
 
 
 @on_devices
-@pytest.mark.parametrize("segments", [1, 2])
-def test_each_launch_does_what_the_operation_does(device, segments):
+@pytest.mark.parametrize(("tokens", "segments"), [(130, 1), (70, 2)])
+def test_each_launch_does_what_the_operation_does(device, tokens, segments):
     plan = replace(default_plan(32, 48, torch.float16), num_segments=segments)
-    launches = Launches(replace(SMALL, segments=segments), SMALL.tokens, torch.device(device), fill=plan)
-    inputs, grads = random_inputs(SMALL, SMALL.tokens, device)
+    launches = Launches(replace(SMALL, segments=segments), tokens, torch.device(device), fill=plan)
+    inputs, grads = random_inputs(SMALL, tokens, device)
     options = (SMALL.k_dim**-0.5, EPS, plan)
     o, state, solve = kernels.forward(*inputs, None, *options)
     dq, dk, *others = kernels.backward(*grads, *inputs, None, solve, *options)
