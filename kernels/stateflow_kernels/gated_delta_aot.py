@@ -61,7 +61,8 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int, maps: bool = Fa
         MAPS=maps,
         BACKWARD=True,
     )
-    values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_DTYPE=tl.float16, STAGES=tile.num_stages)
+    precision = "tf32x3" if name == "compose" else "tf32"
+    values |= dict(DTYPE=tl.bfloat16, PRECISION=precision, SOLVE_DTYPE=tl.float16, STAGES=tile.num_stages)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
     pointers = {n: _POINTERS.get(n, "*bf16") for n in names if n.endswith("_ptr")}

@@ -14,7 +14,7 @@ def multiprocessors(device: torch.device) -> int:
 # Of the gated delta rule's walks in segments, see `transition`; by measurement on an H200, with its multiprocessors.
 _PROGRAMS, _BLOCK_V = 132, 64
 _FEWEST_SEGMENTS = 5  # a segment is walked through twice, and by twice as many columns the first time
-_LEAST_CHUNKS = 16  # of a segment
+_LEAST_CHUNKS = 32  # of a segment; shorter ones were not measured
 
 
 def walk_segments(num_chunks: int, heads: int, k_dim: int, v_dim: int) -> int:

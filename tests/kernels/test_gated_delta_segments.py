@@ -78,7 +78,7 @@ def test_no_other_memory_is_touched_or_read_unwritten():
 
 def test_how_many_segments():
     assert [walk_segments(512, heads, 128, 128) for heads in (4, 8, 10, 13, 14, 20, 40)] == [16, 8, 6, 5, 1, 1, 1]
-    assert [walk_segments(chunks, 10, 128, 128) for chunks in (79, 80, 95, 96, 4096)] == [1, 5, 5, 6, 6]
+    assert [walk_segments(chunks, 10, 128, 128) for chunks in (159, 160, 191, 192, 4096)] == [1, 5, 5, 6, 6]
     assert walk_segments(512, 2, 256, 128) == 1  # no kernel composes maps of such keys
 
 
@@ -93,9 +93,11 @@ def test_only_without_exact_order(device, monkeypatch):
     x = torch.randn(1, 70, 16).to(device)
     with torch.no_grad():
         expected = layer(x)[0]
+        assert set(used) == {1}  # a self-check's, too
+        used.clear()
         layer.exact_order = False
         given = [form(x)[0] for form in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True))]
-    assert used[-3:] == [1, 2, 2]
+    assert set(used) == {2}
     assert_close(given, [expected] * 2, 1e-5)
 
 
