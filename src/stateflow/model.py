@@ -27,6 +27,7 @@ def _gated_delta_net(config: "ModelConfig") -> Mixer:
         allow_neg_eigval=config.allow_neg_eigval,
         norm_eps=config.norm_eps,
         backend=config.backend,
+        exact_order=config.exact_order,
     )
 
 
@@ -96,6 +97,7 @@ class ModelConfig:
         backend: "auto" for hand-written kernels where they can run, "triton" to insist on them, "chunk" for
             PyTorch, or "reference" for token-by-token recurrences and full-mask attention, to verify.
         overlap_projections: of `Mamba3`.
+        exact_order: False lets kernels sum in another order where that is faster, see `gated_delta_rule`.
     """
 
     dim: int = 256
@@ -123,6 +125,7 @@ class ModelConfig:
     init_seed: int | None = None
     backend: str = "auto"
     overlap_projections: str = "auto"
+    exact_order: bool = True
 
     def validate(self) -> None:
         """Raises ValueError, naming the field, its value and the least change that works."""

@@ -18,6 +18,7 @@ from tests.kernels.kernel_testing import on_devices
 
 HERE = Environment("a_gpu", "2.11", "3.6.0", "12.8.93")
 SHAPE = Shape("gated_delta_rule", 20, 20, 128, 128, "bfloat16", 1, 8192)
+IN_SEGMENTS = replace(SHAPE, num_heads=10, num_key_heads=10, segments=5)
 SMALL = Shape("gated_delta_rule", 2, 1, 32, 48, "float16", 1, 130)
 
 
@@ -179,11 +180,22 @@ def test_candidates(v_dim):
     assert all(options["overlap_backward"] for options in BACKWARDS)
 
 
+def test_walks_in_segments_have_wide_candidates_and_no_cuts(tmp_path):
+    wide = Tile(64, 8, 2, specialized=True)
+    assert wide not in candidate_tiles("transition", SHAPE, Tile())
+    default = Plan(num_segments=5)
+    bench = FakeBench({("transition", wide): 0.5}, gains={(0.5,): 0.9, ((), True): 0.3})
+    (entry,) = tune([IN_SEGMENTS], lambda _: bench, lambda _: default, HERE, tmp_path / "t.json", 1e6, str, bench.clock)
+    assert entry.plan == replace(default, transition=wide, overlap_backward=True)
+    assert load(tmp_path / "t.json").entries == (entry,)
+
+
 @on_devices
-def test_each_launch_does_what_the_operation_does(device):
-    plan = default_plan(32, 48, torch.float16)
-    launches = Launches(SMALL, SMALL.tokens, torch.device(device), fill=plan)
-    inputs, grads = random_inputs(SMALL, SMALL.tokens, device)
+@pytest.mark.parametrize(("tokens", "segments"), [(130, 1), (70, 2)])
+def test_each_launch_does_what_the_operation_does(device, tokens, segments):
+    plan = replace(default_plan(32, 48, torch.float16), num_segments=segments)
+    launches = Launches(replace(SMALL, segments=segments), tokens, torch.device(device), fill=plan)
+    inputs, grads = random_inputs(SMALL, tokens, device)
     options = (SMALL.k_dim**-0.5, EPS, plan)
     o, state, solve = kernels.forward(*inputs, None, *options)
     dq, dk, *others = kernels.backward(*grads, *inputs, None, solve, *options)

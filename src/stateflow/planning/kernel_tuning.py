@@ -42,6 +42,9 @@ _WALK_OUT = tuple((v, 4, stages, True) for v, stages in ((32, 3), (32, 2), (16, 
 _WALK_BACK = ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2))
 _WALK_BACK += tuple((v, 4, stages, True) for v, stages in ((32, 3), (32, 2), (16, 4), (16, 2)))
 
+# Of walks in segments, whose programs are enough without narrow blocks.
+_WALK_IN_SEGMENTS = tuple((*sizes, True) for sizes in ((64, 4, 2), (64, 8, 2), (32, 4, 3), (32, 4, 2)))
+
 CUTS = ((0.5,), (0.33, 0.66), (0.25, 0.6))
 # Without anything beside it, a cut only costs.
 BACKWARDS = tuple(dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,), (0.33,), (0.33, 0.66)))
@@ -106,7 +109,8 @@ FAMILIES = {
 def candidate_tiles(kernel: str, shape: Shape, default: Tile) -> list[Tile]:
     """The default first, then those worth a try for heads of this width."""
     found = [default]
-    for columns, *launch in FAMILIES[shape.family].candidates(kernel):
+    in_segments = shape.segments > 1 and kernel.startswith("transition")
+    for columns, *launch in _WALK_IN_SEGMENTS if in_segments else FAMILIES[shape.family].candidates(kernel):
         widest = max(16, 1 << (shape.v_dim - 1).bit_length())
         if columns <= widest:
             found.append(Tile(columns or default.block_v, *launch))
@@ -222,6 +226,9 @@ class Search:
         """Forward and backward by themselves: each with what runs beside what, and the tiles of its walk for that."""
         walk, walk_back = family.walks
         serial = replace(serial, overlap_backward=False)  # the default for Hopper is not
+        if getattr(serial, "num_segments", 1) > 1:  # in the place of the cuts
+            beside = [{"overlap_backward": True, walk_back: tile} for tile in fastest[walk_back][:BESIDE]]
+            return self._options("backward", serial, beside, self.bench.time_backward)
         forward = [{"cuts": cuts, walk: tile} for cuts in CUTS for tile in fastest[walk][:BESIDE]]
         plan = self._options("forward", serial, forward, self.bench.time_forward)
         if family.walk_out is not None and getattr(self.default, family.walk_out).specialized:
@@ -385,7 +392,8 @@ def run(
 
     def default_for(shape: Shape) -> AnyPlan:
         dtype = getattr(torch, shape.dtype)
-        return plans.fallback_plan(device, dtype, shape.k_dim, shape.v_dim, shape.family)
+        plan = plans.fallback_plan(device, dtype, shape.k_dim, shape.v_dim, shape.family)
+        return plan if shape.segments == 1 else plans.in_segments(plan, shape.segments, shape.v_dim)
 
     if seconds is None:
         seconds = SECONDS_A_GROUP * len(groups_of(shapes)) + SECONDS_A_SHAPE * len(shapes)

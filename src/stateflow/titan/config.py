@@ -69,6 +69,8 @@ class StateFlow:
     """"auto" uses the Triton kernels where they fit, else PyTorch; "triton" insists on them; "reference" is PyTorch"""
     overlap_projections: str = "auto"
     """Products of a Mamba-3 layer beside its kernels: "auto" where the kernels' plan says so, "on" or "off" """
+    exact_order: bool = True
+    """False lets the kernels of few heads walk through segments of a sequence at once: other bits, to rounding only"""
     trace: bool = False
     """Record when each action of the steps trace_steps begins and ends, in dump_folder/trace; see `stateflow draw`"""
     trace_steps: list[int] = field(default_factory=lambda: [3, 5])
@@ -100,7 +102,7 @@ def _is_int(value) -> bool:
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
     flags = ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone")
-    for name in (*flags, "cuda_graphs", "trace"):
+    for name in (*flags, "cuda_graphs", "exact_order", "trace"):
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name, least in (("num_chunks", 1), ("chunk_multiple", 1), ("weight_lag", 0)):
