@@ -37,7 +37,7 @@ class TitanPool:
 
 
 nightly = pytest.mark.skipif(
-    os.environ.get("HYPOTHESIS_PROFILE") != "nightly", reason="eight processes: HYPOTHESIS_PROFILE=nightly runs it"
+    os.environ.get("HYPOTHESIS_PROFILE") != "nightly", reason="HYPOTHESIS_PROFILE=nightly runs it"
 )
 
 
