@@ -3,6 +3,9 @@
 The latter is what PyTorch 2.10 and 2.11 bring to a GPU, and what the kernels in Gluon are for: it compiles for every
 architecture, the installed one only for Hopper where both are here and it is not the nightly run. OTHER_TRITON in the
 environment names another folder of 3.6.0.
+
+What was compiled is kept until `make clean`: a kernel whose source, Triton and assembler are those of an earlier run is
+not compiled again, but its code is looked at.
 """
 
 import json
@@ -17,6 +20,8 @@ from stateflow_kernels.aot import TARGETS
 
 OTHER = Path(os.environ.get("OTHER_TRITON") or Path(sys.prefix) / "triton-3.6.0")
 OTHER_VERSION = "3.6.0"
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / "build" / "aot-cache"
 needs_other = pytest.mark.skipif(not OTHER.exists(), reason="`make test` brings it")
 # Those that the installed one compiles for.
 ARCHS = (90,) if OTHER.exists() and os.environ.get("HYPOTHESIS_PROFILE") != "nightly" else TARGETS
@@ -31,10 +36,10 @@ def import_first(folder: Path | None, *more: Path) -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
 
 
-def compile_ahead(triton: Path | None, cache: Path, *modules: str) -> list[dict]:
+def compile_ahead(triton: Path | None, *modules: str) -> list[dict]:
     """What `stateflow_kernels.aot` says of these modules. `triton`: a folder to be imported from first."""
     # A process of its own: in this one, kernels may be interpreted.
-    env = import_first(triton, Path(__file__).parents[2] / "kernels") | {"TRITON_CACHE_DIR": str(cache)}
+    env = import_first(triton, ROOT / "kernels") | {"TRITON_CACHE_DIR": str(CACHE)}
     archs = TARGETS if triton else ARCHS
     command = [sys.executable, "-m", "stateflow_kernels.aot", *modules, "--arch", *map(str, archs)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -13,8 +13,8 @@ MODULES = ("short_conv", "gated_norm", "gates", "softmax_loss", "swiglu")
 
 
 @pytest.fixture(scope="module", params=TRITONS)
-def reports(request, tmp_path_factory) -> list[dict]:
-    return compile_ahead(request.param, tmp_path_factory.mktemp("triton"), *MODULES)
+def reports(request) -> list[dict]:
+    return compile_ahead(request.param, *MODULES)
 
 
 def test_every_module_compiles_for_every_architecture(reports):

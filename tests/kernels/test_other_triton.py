@@ -8,11 +8,10 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from tests.kernels.aot_testing import OTHER, OTHER_VERSION, import_first, needs_other
+from tests.kernels.aot_testing import OTHER, OTHER_VERSION, ROOT, import_first, needs_other
 
 # The versions come from the process whose tests count.
 PROGRAM = """
@@ -35,13 +34,13 @@ EXPECTED = {
 @needs_other
 @pytest.mark.slow
 def test_interpreted_kernels_are_right_under_the_other_triton(tmp_path):
-    root, report = Path(__file__).parents[2], tmp_path / "report.xml"
+    report = tmp_path / "report.xml"
     env = {name: value for name, value in import_first(OTHER).items() if not name.startswith("PYTEST_")}
     env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     files = [f"tests/kernels/{name}.py" for name in EXPECTED]
     options = ["-p", "no:xdist", "-p", "no:cacheprovider", "-m", "other_triton and not gpu", f"--junitxml={report}"]
     command = [sys.executable, "-c", PROGRAM, *options, *files]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     triton, numpy = done.stdout.split(maxsplit=2)[:2]
     assert triton == OTHER_VERSION
