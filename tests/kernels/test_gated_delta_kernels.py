@@ -158,7 +158,7 @@ def test_outputs_and_all_gradients_equal_the_recurrence(
 
 
 @on_devices
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", [False, pytest.param(True, marks=pytest.mark.other_triton)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(device, dtype, normalize):
     torch.manual_seed(0)
@@ -226,6 +226,7 @@ def test_any_plan_gives_the_values_of_the_default(device, monkeypatch):
         assert_close(results, default, 1e-5)
 
 
+@pytest.mark.other_triton
 @on_devices
 def test_strided_and_expanded_tensors(device):
     torch.manual_seed(0)
