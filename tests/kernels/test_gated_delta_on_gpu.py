@@ -93,7 +93,9 @@ def test_walks_in_segments(sizes, with_docs, monkeypatch):
         return [*outputs, *torch.autograd.grad(outputs, inputs, grads_like(outputs))]
 
     def errors(given) -> list[float]:
-        return [((x.cpu().double() - y).norm() / y.norm()).item() for x, y in zip(given, expected, strict=True)]
+        # Where a document begins with the first token, the state gets no gradient.
+        pairs = zip(given, expected, strict=True)
+        return [((x.cpu().double() - y).norm() / y.norm().clamp_min(1e-30)).item() for x, y in pairs]
 
     one_walk, first = errors(results(1)), results(5)
     for error, of_one, bound in zip(errors(first), one_walk, BOUNDS[torch.bfloat16], strict=True):
