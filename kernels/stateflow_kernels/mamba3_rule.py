@@ -115,6 +115,7 @@ class Problem:
         self.num_chunks = triton.cdiv(self.num_tokens, CHUNK)
         self.heads = self.batch * self.num_heads
         self.dtype, self.device = x.dtype, x.device
+        self.descriptors: dict[tuple, tuple] = {}  # see `hopper_mamba3._tiles`
         half = max(8, triton.next_power_of_2(self.num_angles))
         others = max(16, triton.next_power_of_2(max(1, self.n_dim - 2 * self.num_angles)))
         # What kernels may be specialised on; each takes those that it names. Never a length.
