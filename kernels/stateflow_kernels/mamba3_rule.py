@@ -33,6 +33,8 @@ SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 8)
 # Left alone, the compiler takes so many that two programs fit at once, where three hide more of the waiting.
 REGISTERS = {"local_kernel": 168}
 SHARED_TOKENS, SHARED_BACK = 16, Tile(16, 4, 6)
+# Heads of a program of Gates and Gates back: their numbers of a token lie beside each other.
+GATE_HEADS, GATES = 16, Tile(16, 4, 2)
 # Whose tiles may say `specialized`: the form of `hopper_mamba3`, where that runs.
 SPECIALIZED = ("local", "out", "local_backward")
 
@@ -114,6 +116,7 @@ class Problem:
         self.n_dim, self.num_angles = inputs.B.shape[2], inputs.angle.shape[2]
         self.num_chunks = triton.cdiv(self.num_tokens, CHUNK)
         self.heads = self.batch * self.num_heads
+        self.gate_blocks = self.batch * triton.cdiv(self.num_heads, GATE_HEADS)
         self.dtype, self.device = x.dtype, x.device
         self.descriptors: dict[tuple, tuple] = {}  # see `hopper_mamba3._tiles`
         half = max(8, triton.next_power_of_2(self.num_angles))
@@ -122,7 +125,7 @@ class Problem:
         self.constants = dict(
             BATCH=self.batch, H=self.num_heads, N=self.n_dim, P=self.p_dim, R=self.num_angles, C=CHUNK,
             BN=triton.next_power_of_2(self.n_dim), BP=triton.next_power_of_2(self.p_dim), BR=half, BX=others,
-            BT=SHARED_TOKENS, HAS_DOCS=doc_start is not None, DTYPE=_DTYPES[x.dtype],
+            BT=SHARED_TOKENS, HB=GATE_HEADS, HAS_DOCS=doc_start is not None, DTYPE=_DTYPES[x.dtype],
             PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         )  # fmt: skip
 
@@ -210,10 +213,11 @@ class Prepared:
         )
         problem.per_chunk(
             kernels.gates_kernel,
-            ONE_WARP,
+            GATES,
             self.whole,
             *(inputs.dd_dt, inputs.dd_A, inputs.trap, inputs.dt_bias, problem.doc_start, self.speed),
             *(self.dt, self.own, self.scale, self.gate_sum, self.before, self.decay, self.turn, problem.A_floor),
+            programs=problem.gate_blocks,
         )
         problem.per_head(kernels.theta_kernel, inputs.theta, problem.doc_start, self.turn, self.theta, self.theta_out)
 
@@ -371,11 +375,12 @@ class Backward:
         )
         problem.per_chunk(
             finish_kernels.gates_backward_kernel,
-            ONE_WARP,
+            GATES,
             self.whole,
             *(inputs.dd_dt, inputs.dd_A, inputs.trap, inputs.dt_bias, problem.doc_start, prepared.speed, self.carry),
             *(self.grad_gate, self.grad_turn, self.grad_scale, self.grad_own, self.grad_before),
             *(grads.dd_dt, grads.dd_A, grads.trap, self.grad_dt_bias, problem.A_floor),
+            programs=problem.gate_blocks,
             NB=self.num_blocks,
         )
         problem.per_chunk(

@@ -24,7 +24,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
 
 
 def test_products_use_tensor_cores(reports):
-    with_products = {"local", "out", "local_backward", "query_gradients", "key_gradients"}
+    with_products = {"local", "out", "local_backward", "query_gradients", "key_gradients", "gates_backward"}
     on_hopper = [r for r in reports if r["arch"] == 90]
     assert {r["case"] for r in on_hopper if r["wgmma"] and "specialised" not in r["case"]} == with_products
     assert all(r["wgmma"] for r in on_hopper if "specialised" in r["case"])
