@@ -4,7 +4,7 @@ What a chunk adds to the state does not depend on the state. So, unlike the gate
 taken for all chunks at once, and the walk through the chunks is left with a multiplication and an addition:
 
     Shared   1 / rms of B and C, pi tanh(angle)                                 (a chunk)
-    Gates    dt, g, s, sums of A dt, Gam, d_1, and the chunk's turn             (a chunk and head)
+    Gates    dt, g, s, sums of A dt, Gam, d_1, and the chunk's turn             (a chunk and some heads)
     Theta    theta' = (theta + turn) mod 2 pi                                   (a head, in order)
     Local    q and k, A = V^T (e kh), k and v of the last token                 (a chunk and head)
     Scan     S~ = S + d_1 v_0 k_0^T, S' = Gam S~ + A                            (some rows of a head's S, in order)

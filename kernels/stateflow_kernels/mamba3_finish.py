@@ -1,4 +1,4 @@
-"""The end of Mamba-3's backward, in the notation of `mamba3_backward`: Carry, Gates back and Shared back.
+"""The end of Mamba-3's backward, in the notation of `mamba3_backward`: Carry, Gates back, Shared back and Sums.
 
 They turn what each chunk and head left into the gradients of the raw projections, and take little time.
 """
@@ -254,3 +254,75 @@ def shared_backward_kernel(
     speed = tl.load(speed_ptr + offset, mask=mask, other=0.0)
     grad *= 3.141592653589793 - speed * speed * 0.3183098861837907
     tl.store(grad_angle_ptr + offset, rounded(grad, grad_angle_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_sum(ptr, x, mask):
+    tl.store(ptr, rounded(x, ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def sums_kernel(
+    grad_dt_bias_ptr,
+    key_bias_ptr,
+    query_bias_ptr,
+    grad_both_ptr,
+    grad_norms_ptr,
+    dt_bias_ptr,
+    B_bias_ptr,
+    C_bias_ptr,
+    D_ptr,
+    B_norm_ptr,
+    C_norm_ptr,
+    num_tokens,
+    num_chunks,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Sums: the gradients of the parameters, from what each chunk left of them. A head, or BT columns of a norm."""
+    pid = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    if pid < H:
+        ns = tl.arange(0, BN)
+        ts = tl.arange(0, C)
+        key = tl.zeros([ROWS, BN], tl.float32)
+        query = tl.zeros([ROWS, BN], tl.float32)
+        both = tl.zeros([ROWS, C], tl.float32)
+        dt = tl.zeros([ROWS], tl.float32)
+        for batch in range(0, BATCH):
+            first = (batch * H + pid.to(tl.int64)) * num_chunks
+            for n in tl.range(0, num_chunks, ROWS, num_stages=STAGES):
+                inside = n + rows < num_chunks
+                chunks = first + n + rows
+                mask = inside[:, None] & (ns < N)[None, :]
+                offset = chunks[:, None] * N + ns[None, :]
+                key += tl.load(key_bias_ptr + offset, mask=mask, other=0.0)
+                query += tl.load(query_bias_ptr + offset, mask=mask, other=0.0)
+                offset = chunks[:, None] * C + ts[None, :]
+                both += tl.load(grad_both_ptr + offset, mask=inside[:, None] & (ts >= 0)[None, :], other=0.0)
+                dt += tl.load(grad_dt_bias_ptr + chunks, mask=inside, other=0.0)
+        _store_sum(B_bias_ptr + pid * N + ns, tl.sum(key, axis=0), ns < N)
+        _store_sum(C_bias_ptr + pid * N + ns, tl.sum(query, axis=0), ns < N)
+        _store_sum(D_ptr + pid, tl.sum(tl.sum(both, axis=1), axis=0), pid < H)
+        _store_sum(dt_bias_ptr + pid, tl.sum(dt, axis=0), pid < H)
+    else:
+        BLOCKS: tl.constexpr = (N + BT - 1) // BT
+        columns = (pid - H) % BLOCKS * BT + tl.arange(0, BT)
+        num_parts = BATCH * (C // BT) * num_chunks
+        first_part = ((pid - H) // BLOCKS).to(tl.int64) * num_parts
+        norm = tl.zeros([4 * ROWS, BT], tl.float32)
+        parts = tl.arange(0, 4 * ROWS)
+        for part in tl.range(0, num_parts, 4 * ROWS, num_stages=STAGES):
+            of_norm = (part + parts < num_parts)[:, None] & (columns < N)[None, :]
+            place = (first_part + part + parts)[:, None] * N + columns[None, :]
+            norm += tl.load(grad_norms_ptr + place, mask=of_norm, other=0.0)
+        if pid < H + BLOCKS:
+            _store_sum(B_norm_ptr + columns, tl.sum(norm, axis=0), columns < N)
+        else:
+            _store_sum(C_norm_ptr + columns, tl.sum(norm, axis=0), columns < N)

@@ -33,6 +33,7 @@ SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 8)
 # Left alone, the compiler takes so many that two programs fit at once, where three hide more of the waiting.
 REGISTERS = {"local_kernel": 168}
 SHARED_TOKENS, SHARED_BACK = 16, Tile(16, 4, 6)
+SUM_ROWS, SUMS = 16, Tile(16, 8, 3)
 # Heads of a program of Gates and Gates back: their numbers of a token lie beside each other.
 GATE_HEADS, GATES = 16, Tile(16, 4, 2)
 # Whose tiles may say `specialized`: the form of `hopper_mamba3`, where that runs.
@@ -366,7 +367,7 @@ class Backward:
         hopper_mamba3.gradients(self)
 
     def finish(self) -> Inputs:
-        """Carry, Gates back, Shared back, and the sums over tokens."""
+        """Carry, Gates back, Shared back and Sums."""
         problem, prepared, grads, inputs = self.problem, self.prepared, self.grads, self.problem.inputs
         problem.per_head(
             finish_kernels.carry_kernel,
@@ -394,16 +395,16 @@ class Backward:
             programs=problem.batch * (CHUNK // SHARED_TOKENS),
             GROUPS=self.num_groups,
         )
-        B_norm, C_norm = self.grad_norms.sum((1, 2))
-        sums = dict(
-            dt_bias=self.grad_dt_bias.sum((0, 2)),
-            B_norm=B_norm,
-            C_norm=C_norm,
-            B_bias=self.key_bias.sum((0, 2)),
-            C_bias=self.query_bias.sum((0, 2)),
-            D=self.grad_both.sum((0, 2, 3)),
+        problem.launch(
+            finish_kernels.sums_kernel,
+            problem.num_heads + 2 * triton.cdiv(problem.n_dim, SHARED_TOKENS),
+            SUMS,
+            *(self.grad_dt_bias, self.key_bias, self.query_bias, self.grad_both, self.grad_norms),
+            *(grads.dt_bias, grads.B_bias, grads.C_bias, grads.D, grads.B_norm, grads.C_norm),
+            *(problem.num_tokens, problem.num_chunks),
+            ROWS=SUM_ROWS,
         )
-        return grads._replace(**{name: x.to(getattr(inputs, name).dtype) for name, x in sums.items()})
+        return grads
 
 
 def forward(

@@ -247,8 +247,7 @@ def _specialize(functions_and_args, num_warps, num_registers) -> None:
 def _allocate(dtype: torch.dtype, shape, layout) -> Shared:
     if layout == "barriers":
         return Shared(torch.zeros(shape), [Barrier() for _ in range(shape[0])])
-    nothing = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
-    return Shared(torch.full(shape, nothing, dtype=dtype))
+    return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
 
 def _store(pointer: Pointer, value: Registers, mask=None) -> None:

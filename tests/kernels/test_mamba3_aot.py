@@ -17,7 +17,7 @@ def reports(request, tmp_path_factory) -> list[dict]:
 def test_every_kernel_compiles_for_both_architectures(reports):
     names = {(r["case"], r["arch"]) for r in reports}
     kernels = {"local", "scan", "out", "local_backward", "scan_backward", "shared", "gates", "theta"}
-    kernels |= {"query_gradients", "key_gradients", "owed", "carry", "gates_backward", "shared_backward"}
+    kernels |= {"query_gradients", "key_gradients", "owed", "carry", "gates_backward", "shared_backward", "sums"}
     specialized = {name for name, _ in names if "specialised" in name}
     assert bool(specialized) == takes_gluon(reports)
     assert names == {(kernel, arch) for kernel in kernels for arch in (80, 90)} | {(name, 90) for name in specialized}
