@@ -66,7 +66,7 @@ def _num_units(problem: Problem, chunks: range) -> int:
 
 
 @functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
@@ -95,7 +95,7 @@ def both(prepared: Prepared, chunks: range, back: Backward) -> None:
     problem, inputs = prepared.problem, prepared.problem.inputs
     num_units, columns = _num_units(problem, chunks), problem.num_heads * problem.p_dim
     _launch(
-        *(both_kernel, min(num_units, _num_multiprocessors(problem.device)), problem),
+        *(both_kernel, min(num_units, num_multiprocessors(problem.device)), problem),
         *(_tiles(problem, x, columns) for x in (inputs.x, inputs.z, back.grad_y)),
         *(_tiles(problem, x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
         *(_tiles(problem, back.grad_read, columns), _tiles(problem, back.grad_states, problem.n_dim)),
@@ -116,7 +116,7 @@ def out(prepared: Prepared, chunks: range, y: Tensor) -> None:
     x, z, y = (_tiles(problem, tensor, problem.num_heads * problem.p_dim) for tensor in (inputs.x, inputs.z, y))
     num_units = _num_units(problem, chunks)
     _launch(
-        *(out_kernel, min(num_units, _num_multiprocessors(problem.device)), problem),
+        *(out_kernel, min(num_units, num_multiprocessors(problem.device)), problem),
         *(x, z, _tiles(problem, prepared.states, problem.n_dim, problem.n_dim), y),
         *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias, inputs.D),
         *(problem.doc_start, prepared.B_factor, prepared.C_factor, prepared.speed),

@@ -3,7 +3,7 @@
 Nothing is saved for the backward: angles and states are computed again there, from the inputs.
 
 With cuts, Scan works on a side stream beside another segment's parallel part, and with `overlap_backward` that of the
-backward beside what does not need it:
+backward beside what does not need it; so it does, on Hopper, where it is few programs:
 
     forward     Local1 -> (Scan1 || Local2) -> (Scan2 || Out1) -> Out2
     backward    Local -> (Scan || Local back) -> Scan back -> Queries -> Keys
@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import hopper_mamba3
+from . import hopper, hopper_mamba3
 from . import mamba3 as kernels
 from . import mamba3_backward as backward_kernels
 from . import mamba3_finish as finish_kernels
@@ -432,6 +432,15 @@ def forward(
     return y, prepared.theta_out, prepared.state_out, prepared.k_out, prepared.v_bound[:, :, -1].clone()
 
 
+def _few_programs(problem: Problem, plan: Mamba3Plan) -> bool:
+    """Whether a scan is so few programs that on Hopper two at once take little longer.
+
+    With 80 heads on an H200 either moves what memory can, and both at once are slower than one after the other.
+    """
+    programs = problem.heads * problem.num_blocks(plan.scan)
+    return hopper.available(problem.device) and programs <= 2 * hopper_mamba3.num_multiprocessors(problem.device)
+
+
 def backward(
     grads: tuple[Tensor, ...],
     inputs: Inputs,
@@ -444,7 +453,7 @@ def backward(
     problem = Problem(inputs, doc_start, norm_eps, A_floor)
     prepared = Prepared(problem)
     back = Backward(prepared, plan, grads)
-    side = _SideStreams(problem.device, plan.overlap_backward)
+    side = _SideStreams(problem.device, plan.overlap_backward or _few_programs(problem, plan))
     prepared.gates()
     in_one = hopper_mamba3.runs(problem, plan.local, plan.local_backward, given=(back.grad_y,))
     if in_one:
