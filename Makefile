@@ -10,7 +10,8 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# What PyTorch brings to GPUs today, beside the newest: kernels are compiled with both. See tests/kernels/aot_testing.py.
+# What PyTorch brings to GPUs today, beside the newest: kernels are compiled and interpreted with both. See
+# tests/kernels/aot_testing.py. Its interpreter breaks with numpy 2.4.
 OTHER_TRITON := $(VENV)/triton-3.6.0
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -50,6 +51,6 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 $(OTHER_TRITON): $(STAMP)
-	@echo "Installing $@, to compile kernels with"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ triton==3.6.0
+	@echo "Installing $@, to compile and interpret kernels with"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ triton==3.6.0 'numpy<2.4'
 	@touch $@

@@ -16,6 +16,11 @@ if not torch.cuda.is_available():
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.interpreter import replace_language_once_a_launch  # noqa: E402
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    replace_language_once_a_launch()
+
 NIGHTLY_FACTOR = 10
 
 settings.register_profile(

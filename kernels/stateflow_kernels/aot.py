@@ -1,17 +1,18 @@
 """Compiles kernels for GPUs that this machine need not have, and says what they take.
 
-    python -m stateflow_kernels.aot [module ...]        without TRITON_INTERPRET in the environment
+    python -m stateflow_kernels.aot [module ...] [--arch 90]      without TRITON_INTERPRET in the environment
 
 Compiles every case of the named modules of this package (without names: of all that have an `aot_cases`) for each of
-`TARGETS` and prints one line of JSON a case: `module`, `case`, `arch`, `triton`, `num_warps`, `num_stages`,
-`registers` of a thread, `spill_bytes` (the stack frame of a thread; nothing but spilled registers lives there),
-`shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten`, `undefined`, `touched` and
-`under_way` (faults of compilers and of kernels, see the functions), `serialized` (whether each product is waited for
-before the next one, as the assembler has it throughout a kernel where registers are too few somewhere), and `failed`
-with the compiler's words instead of the last nine where it does not compile.
+`TARGETS`, or those asked for, and prints one line of JSON a case: `module`, `case`, `arch`, `triton`, `num_warps`,
+`num_stages`, `registers` of a thread, `spill_bytes` (the stack frame of a thread; nothing but spilled registers lives
+there), `shared_bytes` of a program, `wgmma` (whether the PTX has that instruction), `overwritten`, `undefined`,
+`touched` and `under_way` (faults of compilers and of kernels, see the functions), `serialized` (whether each product
+is waited for before the next one, as the assembler has it throughout a kernel where registers are too few somewhere),
+and `failed` with the compiler's words instead of the last nine where it does not compile.
 Exit status 1 if any case failed.
 """
 
+import argparse
 import importlib
 import json
 import os
@@ -149,13 +150,17 @@ def modules(names: list[str]) -> Iterator[tuple[str, object]]:
             raise ValueError(f"stateflow_kernels.{name} has no aot_cases")
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m stateflow_kernels.aot", description="compiles kernels")
+    parser.add_argument("modules", nargs="*", metavar="module")
+    parser.add_argument("--arch", type=int, nargs="+", choices=TARGETS, default=TARGETS)
+    asked = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise ValueError("TRITON_INTERPRET is set: interpreted kernels cannot be compiled; unset it")
     any_failed = False
-    for name, module in modules(names):
+    for name, module in modules(asked.modules):
         for case in module.aot_cases():
-            for arch in case.archs:
+            for arch in (arch for arch in case.archs if arch in asked.arch):
                 line = {"module": name, "case": case.name, "arch": arch, "triton": triton.__version__}
                 line |= {"num_warps": case.num_warps, "num_stages": case.num_stages}
                 try:

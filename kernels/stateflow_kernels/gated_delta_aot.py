@@ -13,7 +13,8 @@ import triton.language as tl
 
 from . import gated_delta, gated_delta_backward, hopper, transition
 from .aot import AotCase
-from .gated_delta_rule import CHUNK, FACTORS, Tile, default_plan
+from .gated_delta_rule import CHUNK, COMPOSE, FACTORS, Tile, default_plan
+from .plans import WIDE_WALKS
 
 _NUMBERS = {"scale": "fp32", "eps": "fp32"}
 # The pointers that do not have the type of q, k and v; all other names of arguments that end in _ptr do.
@@ -31,6 +32,10 @@ _POINTERS = {
         "factors_ptr",
         "q_scale_ptr",
         "decay_ptr",
+        "state_ptr",
+        "ends_ptr",
+        "maps_ptr",
+        "starts_ptr",
         "state_in_ptr",
         "state_out_ptr",
         "grad_state_in_ptr",
@@ -42,7 +47,7 @@ _POINTERS = {
 } | {"doc_start_ptr": "*i64"}
 
 
-def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
+def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int, maps: bool = False) -> AotCase:
     values = dict(B=1, H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BK=triton.next_power_of_2(k_dim), BV=tile.block_v)
     values |= dict(
         HAS_SOLVE=True,
@@ -53,8 +58,11 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
         NORMALIZE=True,
         SOLVE=True,
         SCORES=True,
+        MAPS=maps,
+        BACKWARD=True,
     )
-    values |= dict(DTYPE=tl.bfloat16, PRECISION="tf32", SOLVE_DTYPE=tl.float16, STAGES=tile.num_stages)
+    precision = "tf32x3" if name == "compose" else "tf32"
+    values |= dict(DTYPE=tl.bfloat16, PRECISION=precision, SOLVE_DTYPE=tl.float16, STAGES=tile.num_stages)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
     pointers = {n: _POINTERS.get(n, "*bf16") for n in names if n.endswith("_ptr")}
@@ -66,8 +74,9 @@ def _case(name: str, kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
     )
 
 
-def _specialized_case(name: str, kernel, block_v: int, num_stages: int, k_dim: int, v_dim: int) -> AotCase:
-    values = dict(H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BV=block_v, STAGES=num_stages)
+def _specialized_case(kernel, tile: Tile, k_dim: int, v_dim: int) -> AotCase:
+    block_v, num_warps = tile.block_v, tile.num_warps
+    values = dict(H=20, HK=20, K=k_dim, V=v_dim, C=CHUNK, BV=block_v, STAGES=tile.num_stages)
     widths = dict.fromkeys(("k_desc", "q_desc"), k_dim) | dict.fromkeys(("solve_desc", "scores_desc"), CHUNK)
     num_factors = 8 if "o_desc" in kernel.arg_names else 4
     signature = {}
@@ -82,7 +91,9 @@ def _specialized_case(name: str, kernel, block_v: int, num_stages: int, k_dim: i
         else:
             signature[argument] = "*fp32" if argument.endswith("_ptr") else "i32"
     limit = None if "o_desc" in kernel.arg_names else hopper.WALK_REGISTERS
-    return AotCase(name, kernel, signature, values, 4, num_stages, archs=(90,), maxnreg=limit)
+    limit = limit if num_warps == 4 else None
+    name = f"{kernel.__name__}, specialised, BV {block_v}"
+    return AotCase(name, kernel, signature, values, num_warps, tile.num_stages, archs=(90,), maxnreg=limit)
 
 
 def _merged_gradients_case(k_dim: int, v_dim: int, kind: str = "bf16") -> AotCase:
@@ -127,14 +138,18 @@ def _specialized_cases() -> list[AotCase]:
     if not hopper.known_triton():
         return []
     from .hopper_outputs import transition_out_kernel
+    from .hopper_segments import transition_backward_maps_kernel, transition_maps_kernel
     from .hopper_transition import transition_backward_kernel, transition_kernel
 
     kernels = {transition_kernel: 4, transition_backward_kernel: 3, transition_out_kernel: 3}
-    return [
-        _specialized_case(f"{kernel.__name__}, specialised, BV {block_v}", kernel, block_v, stages, 128, 128)
-        for kernel, stages in kernels.items()
-        for block_v in (16, 32)
-    ] + [
+    wide = {
+        "transition": (transition_kernel, transition_maps_kernel),
+        "transition_out": (transition_out_kernel,),
+        "transition_backward": (transition_backward_kernel, transition_backward_maps_kernel),
+    }
+    tiles = [(kernel, Tile(v, 4, stages)) for kernel, stages in kernels.items() for v in (16, 32)]
+    tiles += [(kernel, WIDE_WALKS[name]) for name, these in wide.items() for kernel in these]
+    return [_specialized_case(kernel, tile, 128, 128) for kernel, tile in tiles] + [
         _merged_gradients_case(128, 128),
         _merged_gradients_case(64, 128, "fp16"),
         *(_prepare_case(128, *pair) for pair in itertools.product((False, True), repeat=2)),
@@ -167,4 +182,6 @@ def aot_cases() -> list[AotCase]:
         dataclasses.replace(_case(f"{name}, 32 x 40", parallel[name], getattr(small, name), 32, 40), archs=(90,))
         for name in ("query_backward", "solve_backward", "key_backward")
     ]
+    cases += [_case(f"{name}, maps", walks[name], getattr(plan, name), 128, 128, maps=True) for name in walks]
+    cases.append(_case("compose", transition.compose_kernel, COMPOSE, 128, 128))
     return cases + [_case(name, kernel, getattr(plan, name), 128, 128) for name, kernel in parallel.items()]

@@ -11,6 +11,12 @@ With cuts, ST works on a side stream beside another segment's parallel part; for
 Pre of the backward only sums gates and takes norms.
 
 Every kernel does the same with a segment as with the whole, so cuts change no bit.
+
+With `Plan.num_segments` the walks go through that many parts of the sequence at once (see `transition`), in the place
+of the cuts. Other bits; the backward gets what the parts begin with, and their maps:
+
+    forward     Pre -> maps -> compose -> ST, Out
+    backward    Pre -> (ST || maps -> compose -> STB) -> PG
 """
 
 from __future__ import annotations
@@ -32,6 +38,8 @@ from .decays import FACTORS as _FACTORS
 
 CHUNK = 64
 FACTORS, Q_NORM = _FACTORS.value, 7
+# For the backward: T; what each segment begins with, and the maps of all but the first (none for one segment).
+Kept = tuple[Tensor, Tensor, Tensor]
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -50,6 +58,9 @@ class Tile:
     specialized: bool = False
 
 
+COMPOSE = Tile(16, 8, 2)  # a map in float32 takes 64 KB, and as many registers as four warps have
+
+
 @dataclass(frozen=True)
 class Plan:
     """A tile for each kernel, and what runs beside what.
@@ -57,6 +68,7 @@ class Plan:
     `cuts` and `backward_cuts` are shares of the chunks at which a call is cut into segments (none: no overlap of
     segments), `overlap_backward` puts ST and the gradients of the queries beside OG and STB. `gradient_chunks`: PG is
     the one kernel of `hopper_gradients`, where that runs, with so many chunks a program; 0: always three kernels.
+    `num_segments`: how many the walks go through at once, with maps by the tiles of ST and STB.
     """
 
     pre: Tile = Tile(64, 4, 2)
@@ -72,6 +84,7 @@ class Plan:
     backward_cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
     gradient_chunks: int = 0
+    num_segments: int = 1
 
 
 def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Plan:
@@ -107,7 +120,9 @@ def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int 
 class _Problem:
     """The shapes of one call, and the arguments that its kernels share."""
 
-    def __init__(self, q: Tensor, v: Tensor, doc_start: Tensor | None, scale: float, eps: float | None):
+    def __init__(
+        self, q: Tensor, v: Tensor, doc_start: Tensor | None, scale: float, eps: float | None, num_segments: int = 1
+    ):
         self.batch, self.num_tokens, self.num_heads, self.v_dim = v.shape
         self.num_key_heads, self.k_dim = q.shape[2:]
         self.num_chunks = triton.cdiv(self.num_tokens, CHUNK)
@@ -122,6 +137,7 @@ class _Problem:
         self.key_sizes |= dict(PRECISION=precision)
         self.sizes = self.key_sizes | dict(V=self.v_dim)
         self.options = dict(B=self.batch, HAS_DOCS=doc_start is not None, NORMALIZE=eps is not None)
+        self.num_segments = num_segments
         self.descriptors: dict[tuple, tuple] = {}  # see `hopper._matrix`
 
     def tiles(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -134,6 +150,17 @@ class _Problem:
     def states(self) -> Tensor:
         shape = (self.batch, self.num_heads, self.num_chunks, self.k_dim, self.v_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def segment_states(self) -> Tensor:
+        """One for each segment; none where there is one segment."""
+        count = self.num_segments if self.num_segments > 1 else 0
+        shape = (self.batch, self.num_heads, count, self.k_dim, self.v_dim)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def segment_maps(self) -> Tensor:
+        """One for each segment but the first."""
+        shape = (self.batch, self.num_heads, self.num_segments - 1, self.k_dim, self.k_dim)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def per_chunk(self, kernel, tile: Tile, chunks: range, *args, **more) -> None:
         """Launches a token-parallel kernel over some chunks of all heads."""
@@ -151,15 +178,21 @@ class _Problem:
             **more,
         )
 
-    def walk(self, kernel, tile: Tile, chunks: range, *args) -> None:
-        """Launches Triton's ST or STB through some chunks of all heads."""
+    def walk(self, kernel, tile: Tile, chunks: range, *args, maps_of: tuple[int, ...] = ()) -> None:
+        """Launches Triton's ST or STB through some chunks of all heads.
+
+        `maps_of`: the maps of the segments instead, of so many columns.
+        """
         block_v = min(tile.block_v, max(16, triton.next_power_of_2(self.v_dim)))
-        kernel[(self.heads * triton.cdiv(self.v_dim, block_v),)](
+        blocks = sum(triton.cdiv(width, block_v) for width in (maps_of or (self.v_dim,)))
+        parts = self.num_segments - 1 if maps_of else self.num_segments
+        kernel[(self.heads * parts * blocks,)](
             *args,
             self.num_tokens,
             self.num_chunks,
             chunks.start,
             chunks.stop,
+            self.num_segments,
             **self.sizes,
             BV=block_v,
             HAS_SOLVE=True,
@@ -167,6 +200,7 @@ class _Problem:
             FACTOR_STRIDE=FACTORS * CHUNK,
             DECAY_STRIDE=FACTORS * CHUNK,
             STAGES=tile.num_stages,
+            MAPS=bool(maps_of),
             num_warps=tile.num_warps,
         )
 
@@ -183,7 +217,7 @@ class _Problem:
         b, kappa, r, decay, *_ = prepared.factors.unbind(3)
         self.walk(
             transition.transition_kernel,
-            *(tile, chunks, k, kappa, v, prepared.solve, b, r, decay, state_in, states, v_new, state_out),
+            *(tile, chunks, k, kappa, v, prepared.solve, b, r, decay, state_in, states, v_new, state_out, None),
         )
 
     def transition_backward(
@@ -205,10 +239,59 @@ class _Problem:
             *(tile, chunks, q, rho, k, kappa, prepared.solve, r, decay, grad_o, *outputs),
         )
 
+    def fill_starts(
+        self, tile: Tile, prepared: _Prepared, k: Tensor, v: Tensor, state: Tensor, starts: Tensor, maps: Tensor
+    ) -> None:
+        """The state before each segment, and the maps of all segments but the first."""
+        chunks = range(self.num_chunks)
+        if hopper.runs(self, tile, prepared.solve, k, v):
+            hopper.transition_maps(self, tile, chunks, prepared.solve, prepared.factors, k, v, state, starts, maps)
+        else:
+            b, kappa, r, decay, *_ = prepared.factors.unbind(3)
+            self.walk(
+                transition.transition_kernel,
+                *(tile, chunks, k, kappa, v, prepared.solve, b, r, decay, state, None, None, starts, maps),
+                maps_of=(self.v_dim, self.k_dim),
+            )
+        self.compose(state, starts, maps, backward=False)
+
+    def fill_ends(
+        self, tile: Tile, prepared: _Prepared, q: Tensor, k: Tensor, grad_o: Tensor, scores: Tensor | None,
+        tiles: Tensor, grad_state: Tensor, ends: Tensor, maps: Tensor,
+    ) -> None:  # fmt: skip
+        """The gradient of the state after each segment. `tiles` and `scores` as STB gets them."""
+        chunks = range(self.num_chunks)
+        if scores is not None:
+            args = (prepared.solve, scores, prepared.factors, q, k, grad_o, grad_state, ends)
+            hopper.transition_backward_maps(self, tile, chunks, *args)
+        else:
+            _, kappa, r, decay, rho, *_ = prepared.factors.unbind(3)
+            self.walk(
+                transition.transition_backward_kernel,
+                *(tile, chunks, q, rho, k, kappa, prepared.solve, r, decay, grad_o, grad_state, tiles, None, ends),
+                maps_of=(self.v_dim,),
+            )
+        self.compose(grad_state, ends, maps, backward=True)
+
+    def compose(self, state: Tensor, ends: Tensor, maps: Tensor, backward: bool) -> None:
+        """`transition.compose_kernel`: goes on from N, in `ends`, to what each segment begins with."""
+        transition.compose_kernel[(self.heads * triton.cdiv(self.v_dim, COMPOSE.block_v),)](
+            *(state, ends, maps, self.num_segments),
+            K=self.k_dim,
+            V=self.v_dim,
+            BK=self.sizes["BK"],
+            BV=COMPOSE.block_v,
+            BACKWARD=backward,
+            # Of M^T one pass of TF32 took twice the time of three: it has to be turned round first.
+            PRECISION="tf32x3" if backward else self.sizes["PRECISION"],
+            STAGES=COMPOSE.num_stages,
+            num_warps=COMPOSE.num_warps,
+        )
+
     def segments(self, cuts: tuple[float, ...]) -> list[range]:
         """The chunks cut at these shares of their number; in one piece where there is nothing to overlap."""
         edges = {0, self.num_chunks}
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.num_segments == 1:
             edges |= {round(cut * self.num_chunks) for cut in cuts}
         edges = sorted(edges)
         return [range(*pair) for pair in zip(edges, edges[1:], strict=False)]
@@ -217,10 +300,10 @@ class _Problem:
 class _SideStreams:
     """Streams beside the current one, for ST and STB. Not enabled, everything runs on the current stream.
 
-    They have priority: a walk is few programs that take long, and would else start only when the many short
-    programs beside it have all been handed out. Tensors must be allocated before the first `run` and live until
-    after the last `wait`: then the allocator, which knows only the current stream, gives no memory away too
-    early, and a graph capture sees one region.
+    They have priority unless told otherwise: a walk is few programs that take long, and would else start only when the
+    many short programs beside it have all been handed out. Tensors must be allocated before the first `run`, or by what
+    it launches, and live until after the last `wait`: then the allocator, which knows only the stream that allocates,
+    gives no memory away too early (a later `run` goes after all uses), and a graph capture sees one region.
     """
 
     _streams: ClassVar[dict[tuple[torch.device, int], torch.cuda.Stream]] = {}
@@ -229,14 +312,14 @@ class _SideStreams:
         self.device = device
         self.main = torch.cuda.current_stream(device) if enabled and device.type == "cuda" else None
 
-    def run(self, lane: int, launch: Callable[[], None]) -> torch.cuda.Event | None:
+    def run(self, lane: int, launch: Callable[[], None], priority: int = -1) -> torch.cuda.Event | None:
         """Launches after all that the current stream has so far, and returns the event of its end."""
         if self.main is None:
             launch()
             return None
         key = self.device, lane
         if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(self.device, priority=-1)
+            self._streams[key] = torch.cuda.Stream(self.device, priority=priority)
         side = self._streams[key]
         side.wait_stream(self.main)
         with torch.cuda.stream(side):
@@ -301,14 +384,14 @@ def forward(
     scale: float,
     eps: float | None,
     plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B, T, H, V], the state after the last token [B, H, K, V] float32, and T for `backward`.
+) -> tuple[Tensor, Tensor, Kept]:
+    """o [B, T, H, V], the state after the last token [B, H, K, V] float32, and what `backward` needs.
 
     q, k [B, T, HK, K] and v [B, T, H, V] of one dtype (float32, bfloat16, float16); g and beta [B, T, H]; state
     float32; doc_start int64 [B, T] or None; all contiguous. eps: normalise q and k with x / sqrt(sum x^2 + eps);
     None: they come normalised. Shapes and dtypes are the caller's business.
     """
-    problem = _Problem(q, v, doc_start, scale, eps)
+    problem = _Problem(q, v, doc_start, scale, eps, plan.num_segments)
     prepared = _Prepared(problem)
     in_one = hopper.runs(problem, plan.transition_out, q, k, v)
     scores = problem.tiles(CHUNK) if in_one else None
@@ -316,6 +399,7 @@ def forward(
     o, state_out = torch.empty_like(v), torch.empty_like(state)
     segments = problem.segments(plan.cuts)
     side = _SideStreams(problem.device, len(segments) > 1)
+    starts, maps = problem.segment_states(), problem.segment_maps()
 
     def pre(chunks: range) -> None:
         prepared.run(problem, plan.pre, chunks, q, k, g, beta, scores)
@@ -323,6 +407,8 @@ def forward(
     def walk(chunks: range) -> None:
         # The second segment goes on from the state that the first one left.
         before = state if chunks.start == 0 else state_out
+        if plan.num_segments > 1:
+            before = starts
         if in_one:
             tile = plan.transition_out
             args = (prepared.solve, scores, prepared.factors, q, k, v, before, o, state_out)
@@ -343,13 +429,15 @@ def forward(
     walked = []
     for i, chunks in enumerate(segments):
         pre(chunks)
+        if plan.num_segments > 1:
+            problem.fill_starts(plan.transition, prepared, k, v, state, starts, maps)
         walked.append(side.run(0, partial(walk, chunks)))
         if i:
             side.wait(walked[i - 1])
             out(segments[i - 1])
     side.wait(walked[-1])
     out(segments[-1])
-    return o, state_out, prepared.solve
+    return o, state_out, (prepared.solve, starts, maps)
 
 
 def backward(
@@ -362,22 +450,23 @@ def backward(
     beta: Tensor,
     state: Tensor,
     doc_start: Tensor | None,
-    solve: Tensor,
+    kept: Kept,
     scale: float,
     eps: float | None,
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v (their dtype), g, beta (float32) and state, from those of o and the last state.
 
-    Arguments as `forward`'s and its T; grad_o in v's dtype, grad_state float32, contiguous.
+    Arguments as `forward`'s and what it kept; grad_o in v's dtype, grad_state float32, contiguous.
     """
-    problem = _Problem(q, v, doc_start, scale, eps)
+    solve, starts, maps = kept
+    problem = _Problem(q, v, doc_start, scale, eps, plan.num_segments)
     prepared = _Prepared(problem, solve)
     v_new, states = problem.tiles(problem.v_dim), problem.states()
     # STB for Hopper takes P^T dO by itself, of the scores; else OG leaves it where a comes.
     scores = problem.tiles(CHUNK) if hopper.runs(problem, plan.transition_backward, solve, q, k, grad_o) else None
     grad_solved, grad_states = problem.tiles(problem.v_dim), problem.states()
-    grad_gate, unused = problem.tokens(), torch.empty_like(state)
+    grad_gate, unused, ends = problem.tokens(), torch.empty_like(state), problem.segment_states()
     q_norm = prepared.factors[..., Q_NORM, :]
     grad_system = problem.tiles(CHUNK)
     grad_v, grad_state_in = torch.empty_like(v), torch.empty_like(state)
@@ -402,6 +491,10 @@ def backward(
 
     def walk_back(chunks: range) -> None:
         after = grad_state if chunks.stop == problem.num_chunks else grad_state_in
+        if plan.num_segments > 1:
+            args = (prepared, q, k, grad_o, scores, grad_solved, grad_state, ends, maps)
+            problem.fill_ends(plan.transition_backward, *args)
+            after = ends
         outputs = (grad_solved, grad_states, grad_state_in)
         problem.transition_backward(plan.transition_backward, chunks, prepared, q, k, grad_o, scores, after, *outputs)
 
@@ -438,7 +531,8 @@ def backward(
         hopper.gradients(problem, plan.gradient_chunks, chunks, *made, *outputs)
 
     def replay() -> None:
-        problem.transition(plan.transition, whole, prepared, k, v, state, states, v_new, unused)
+        before = starts if plan.num_segments > 1 else state
+        problem.transition(plan.transition, whole, prepared, k, v, before, states, v_new, unused)
 
     prepared.run(problem, plan.pre, whole, q, k, g, beta, scores)
     replayed = side.run(0, replay)

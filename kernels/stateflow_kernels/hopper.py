@@ -115,18 +115,23 @@ def _matrix(problem: _Problem, x: Tensor, rows: int, columns: int):
     return problem.descriptors[key][0]
 
 
-def _launch(kernel, problem: _Problem, tile: Tile, chunks: range, *args, max_registers: int | None = None) -> None:
+def _launch(
+    kernel, problem: _Problem, tile: Tile, chunks: range, *args, max_registers: int | None = None, maps_of: int = 0
+) -> None:
+    """`maps_of`: the maps of the segments, of so many columns."""
+    parts, columns = (problem.num_segments - 1, maps_of) if maps_of else (problem.num_segments, problem.v_dim)
     sizes = {name: problem.sizes[name] for name in ("H", "HK", "K", "V", "C")}
-    kernel[(problem.heads * (problem.v_dim // tile.block_v),)](
+    kernel[(problem.heads * parts * (columns // tile.block_v),)](
         *args,
         problem.num_chunks,
         chunks.start,
         chunks.stop,
+        problem.num_segments,
         **sizes,
         BV=tile.block_v,
         STAGES=tile.num_stages,
-        num_warps=4,
-        maxnreg=max_registers,
+        num_warps=tile.num_warps,
+        maxnreg=max_registers if tile.num_warps == 4 else None,
     )
 
 
@@ -253,6 +258,50 @@ def transition_backward(
         _matrix(problem, factors, 4, chunk),
         *(grad_state_in, grad_state_out),
         max_registers=WALK_REGISTERS,
+    )
+
+
+def transition_maps(
+    problem: _Problem, tile: Tile, chunks: range, solve: Tensor, factors: Tensor, k: Tensor, v: Tensor,
+    state_in: Tensor, starts: Tensor, maps: Tensor,
+) -> None:  # fmt: skip
+    """ST of segments from 0, and from the columns of the identity without values."""
+    from . import hopper_segments
+
+    chunk, key, block = problem.sizes["C"], problem.k_dim, tile.block_v
+    _launch(
+        hopper_segments.transition_maps_kernel,
+        *(problem, tile, chunks),
+        _matrix(problem, k, chunk, key),
+        _matrix(problem, v, chunk, block),
+        _matrix(problem, solve, chunk, chunk),
+        _matrix(problem, factors, 4, chunk),
+        *(state_in, starts, maps),
+        max_registers=WALK_REGISTERS,
+        maps_of=problem.v_dim + key,
+    )
+
+
+def transition_backward_maps(
+    problem: _Problem, tile: Tile, chunks: range, solve: Tensor, scores: Tensor, factors: Tensor, q: Tensor, k: Tensor,
+    grad_o: Tensor, grad_state_in: Tensor, ends: Tensor,
+) -> None:  # fmt: skip
+    """STB with OG of segments from 0."""
+    from . import hopper_segments
+
+    chunk, key, block = problem.sizes["C"], problem.k_dim, tile.block_v
+    _launch(
+        hopper_segments.transition_backward_maps_kernel,
+        *(problem, tile, chunks),
+        _matrix(problem, q, chunk, key),
+        _matrix(problem, k, chunk, key),
+        _matrix(problem, solve, chunk, chunk),
+        _matrix(problem, grad_o, chunk, block),
+        _matrix(problem, scores, chunk, chunk),
+        _matrix(problem, factors, 4, chunk),
+        *(grad_state_in, ends),
+        max_registers=WALK_REGISTERS,
+        maps_of=problem.v_dim,
     )
 
 

@@ -17,9 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .decays import FACTORS
-from .hopper_transition import _barriers, _factor, _walk
-
-_LENGTHS = ["num_chunks", "first_chunk", "end_chunk"]
+from .hopper_transition import _LENGTHS, _barriers, _factor, _products_layout, _program, _segment_chunks, _walk
 
 
 @gluon.jit
@@ -107,6 +105,7 @@ def transition_out_kernel(
     num_chunks,
     first_chunk,
     end_chunk,
+    num_segments,
     H: gl.constexpr,
     HK: gl.constexpr,
     K: gl.constexpr,
@@ -115,18 +114,18 @@ def transition_out_kernel(
     BV: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """ST and Out over the chunks first_chunk .. end_chunk - 1. Program = (head, block of BV columns)."""
+    """ST and Out over the chunks first_chunk .. end_chunk - 1. Program = (head, segment, block of BV columns)."""
     dtype: gl.constexpr = k_desc.dtype
     TILES: gl.constexpr = 3 if STAGES % 2 else 2  # of states, Vn and outputs; divides STAGES
-    pid = gl.program_id(0)
-    column = (pid % (V // BV)) * BV
-    head = pid // (V // BV)
+    block, segment, head = _program(num_segments, V // BV)
+    first, end = _segment_chunks(segment, num_segments, first_chunk, end_chunk)
+    column = block * BV
     row = head * num_chunks
 
-    acc: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BV, 16])
+    acc: gl.constexpr = _products_layout(BV, gl.num_warps())
     ks = gl.arange(0, K, layout=gl.SliceLayout(1, acc))
     vs = column + gl.arange(0, BV, layout=gl.SliceLayout(0, acc))
-    state_offset = head.to(gl.int64) * (K * V) + ks[:, None] * V + vs[None, :]
+    state_offset = ks[:, None] * V + vs[None, :]
     q_slots = gl.allocate_shared_memory(dtype, [STAGES, C, K], q_desc.layout)
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, C, K], k_desc.layout)
     v_slots = gl.allocate_shared_memory(dtype, [STAGES, C, BV], v_desc.layout)
@@ -148,19 +147,21 @@ def transition_out_kernel(
     walking = (ready, empty, states_full, rows_full, free)
     reading = (ready, empty, states_full, rows_full, free, made, taken)
     fence_async_shared()
-    state = gl.load(state_in_ptr + state_offset)
+    state = gl.load(state_in_ptr + (head * num_segments + segment).to(gl.int64) * (K * V) + state_offset)
+    state_out = state_out_ptr + head.to(gl.int64) * (K * V) + state_offset
+    is_last = segment == num_segments - 1
     descs = (q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc)
     slots = (q_slots, k_slots, v_slots, solve_slots, scores_slots, factors_slots)
     walk_slots = (k_slots, v_slots, solve_slots, factors_slots)
     v_column = head * V + column
     columns = ((head // (H // HK)) * K, v_column)
-    steps = end_chunk - first_chunk
+    steps = end - first
     gl.warp_specialize(
         [
-            (_walk, (state, state_out_ptr + state_offset, walk_slots, states, rows, operand, walking, steps)),
+            (_walk, (state, state_out, is_last, walk_slots, states, rows, operand, walking, steps, True)),
             (_read, ((q_slots, scores_slots, factors_slots), states, rows, outputs, reading, steps)),
-            (_fetch, (descs, columns, slots, ready, empty, row, first_chunk, end_chunk)),
-            (_write, (o_desc, outputs, made, taken, v_column, first_chunk, steps)),
+            (_fetch, (descs, columns, slots, ready, empty, row, first, end)),
+            (_write, (o_desc, outputs, made, taken, v_column, first, steps)),
         ],
         [4, 1, 1],
         [96, 24, 24],

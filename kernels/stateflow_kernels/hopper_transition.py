@@ -27,7 +27,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .decays import FACTORS
 
-_LENGTHS = ["num_chunks", "first_chunk", "end_chunk"]
+_LENGTHS = ["num_chunks", "first_chunk", "end_chunk", "num_segments"]
+
+
+@gluon.jit
+def _program(num_segments, BLOCKS: gl.constexpr):
+    """Which block of columns, segment and head."""
+    pid = gl.program_id(0)
+    rest = pid // BLOCKS
+    return pid % BLOCKS, rest % num_segments, rest // num_segments
+
+
+@gluon.jit
+def _segment_chunks(segment, num_segments, first_chunk, end_chunk):
+    """The segment's chunks, from the first up to the end."""
+    chunks = end_chunk - first_chunk
+    return first_chunk + segment * chunks // num_segments, first_chunk + (segment + 1) * chunks // num_segments
+
+
+@gluon.constexpr_function
+def _products_layout(block_v: int, num_warps: int):
+    """Of what products of all warps add up to: four have 64 rows, and each four more the next columns."""
+    columns = 4 * block_v // num_warps
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, num_warps // 4], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
@@ -95,8 +117,11 @@ def _fetch(descs, columns, slots, ready, empty, row, first_chunk, end_chunk):
 
 
 @gluon.jit
-def _walk(state, state_out, slots, states, rows, operand, barriers, steps):
-    """ST's chain of products. What does not lie on it is done while a product runs."""
+def _walk(state, state_out, is_last, slots, states, rows, operand, barriers, steps, KEEP: gl.constexpr):
+    """ST's chain of products. What does not lie on it is done while a product runs.
+
+    KEEP: others read the states and Vn of each step, too; else only the last state counts.
+    """
     k_slots, v_slots, solve_slots, factors_slots = slots
     ready, empty, states_full, rows_full, free = barriers
     dtype: gl.constexpr = k_slots.dtype
@@ -115,7 +140,8 @@ def _walk(state, state_out, slots, states, rows, operand, barriers, steps):
                 k = k_slots.index(slot)
                 factors = factors_slots.index(slot)
                 fence_async_shared()
-                mbarrier.arrive(states_full.index(tile))
+                if KEEP:
+                    mbarrier.arrive(states_full.index(tile))
                 mbarrier.wait(ready.index(slot), (first // STAGES) & 1)
                 read = warpgroup_mma(k, states.index(tile), zeros, use_acc=False, is_async=True)
                 v = v_slots.index(slot).load(acc).to(gl.float32) * _factor(factors, 0, acc)
@@ -130,14 +156,16 @@ def _walk(state, state_out, slots, states, rows, operand, barriers, steps):
                 operand.store((v_new * k_scale).to(dtype))
                 fence_async_shared()
                 state = warpgroup_mma(k.permute((1, 0)), operand, state, is_async=True)
-                rows.index(tile).store(v_new.to(dtype))
-                fence_async_shared()
-                mbarrier.arrive(rows_full.index(tile))
-                mbarrier.wait(free.index(following), (((first + slot + 1) // TILES) & 1) ^ 1)
+                if KEEP:
+                    rows.index(tile).store(v_new.to(dtype))
+                    fence_async_shared()
+                    mbarrier.arrive(rows_full.index(tile))
+                    mbarrier.wait(free.index(following), (((first + slot + 1) // TILES) & 1) ^ 1)
                 state = warpgroup_mma_wait(0, deps=(state,))
                 states.index(following).store(state.to(dtype))
                 mbarrier.arrive(empty.index(slot))
-    gl.store(state_out, state)
+    if is_last:
+        gl.store(state_out, state)
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
@@ -153,6 +181,7 @@ def transition_kernel(
     num_chunks,
     first_chunk,
     end_chunk,
+    num_segments,
     H: gl.constexpr,
     HK: gl.constexpr,
     K: gl.constexpr,
@@ -161,18 +190,18 @@ def transition_kernel(
     BV: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """ST over the chunks first_chunk .. end_chunk - 1. Program = (head, block of BV columns)."""
+    """ST over the chunks first_chunk .. end_chunk - 1. Program = (head, segment, block of BV columns)."""
     dtype: gl.constexpr = k_desc.dtype
     TILES: gl.constexpr = 3 if STAGES % 2 else 2  # of results; divides STAGES
-    pid = gl.program_id(0)
-    column = (pid % (V // BV)) * BV
-    head = pid // (V // BV)
+    block, segment, head = _program(num_segments, V // BV)
+    first, end = _segment_chunks(segment, num_segments, first_chunk, end_chunk)
+    column = block * BV
     row = head * num_chunks
 
-    acc: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BV, 16])
+    acc: gl.constexpr = _products_layout(BV, gl.num_warps())
     ks = gl.arange(0, K, layout=gl.SliceLayout(1, acc))
     vs = column + gl.arange(0, BV, layout=gl.SliceLayout(0, acc))
-    state_offset = head.to(gl.int64) * (K * V) + ks[:, None] * V + vs[None, :]
+    state_offset = ks[:, None] * V + vs[None, :]
     slots = (
         gl.allocate_shared_memory(dtype, [STAGES, C, K], k_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, C, BV], v_desc.layout),
@@ -186,16 +215,18 @@ def transition_kernel(
     states_full, rows_full, free = _barriers(TILES), _barriers(TILES), _barriers(TILES)
     barriers = (ready, empty, states_full, rows_full, free)
     fence_async_shared()
-    state = gl.load(state_in_ptr + state_offset)
+    state = gl.load(state_in_ptr + (head * num_segments + segment).to(gl.int64) * (K * V) + state_offset)
+    state_out = state_out_ptr + head.to(gl.int64) * (K * V) + state_offset
+    is_last = segment == num_segments - 1
     descs = (k_desc, v_desc, solve_desc, factors_desc)
     columns = ((head // (H // HK)) * K, head * V + column)
-    steps = end_chunk - first_chunk
+    steps = end - first
     tiles = (states, rows, states_full, rows_full, free)
     gl.warp_specialize(
         [
-            (_walk, (state, state_out_ptr + state_offset, slots, states, rows, operand, barriers, steps)),
-            (_fetch, (descs, columns, slots, ready, empty, row, first_chunk, end_chunk)),
-            (_write, (states_desc, v_new_desc, tiles, row, column, first_chunk, steps, 1)),
+            (_walk, (state, state_out, is_last, slots, states, rows, operand, barriers, steps, True)),
+            (_fetch, (descs, columns, slots, ready, empty, row, first, end)),
+            (_write, (states_desc, v_new_desc, tiles, row, column, first, steps, 1)),
         ],
         [1, 1],
         [24, 24],
@@ -227,7 +258,7 @@ def _fetch_back(descs, columns, slots, ready, empty, row, first_chunk, end_chunk
 
 
 @gluon.jit
-def _walk_back(state, state_out, slots, states, rows, scaled_y, operand, barriers, steps):
+def _walk_back(state, state_out, is_last, slots, states, rows, scaled_y, operand, barriers, steps, KEEP: gl.constexpr):
     """STB's chain of products; `state` is E."""
     q_slots, k_slots, solve_slots, grad_y_slots, scores_slots, factors_slots = slots
     ready, empty, states_full, rows_full, free = barriers
@@ -251,7 +282,8 @@ def _walk_back(state, state_out, slots, states, rows, scaled_y, operand, barrier
                 mbarrier.wait(ready.index(slot), (first // STAGES) & 1)
                 from_output = warpgroup_mma(scores, grad_y_slots.index(slot), zeros, use_acc=False, is_async=True)
                 fence_async_shared()
-                mbarrier.arrive(states_full.index(tile))
+                if KEEP:
+                    mbarrier.arrive(states_full.index(tile))
                 from_state = warpgroup_mma(k, states.index(tile), zeros, use_acc=False, is_async=True)
                 grad_y = grad_y_slots.index(slot).load(acc).to(gl.float32) * _factor(factors, 3, acc)
                 scaled_y.store(grad_y.to(dtype))
@@ -269,14 +301,16 @@ def _walk_back(state, state_out, slots, states, rows, scaled_y, operand, barrier
                 operand.store((solved * -r_scale).to(dtype))
                 fence_async_shared()
                 state = warpgroup_mma(k.permute((1, 0)), operand, state, is_async=True)
-                rows.index(tile).store(solved.to(dtype))
-                fence_async_shared()
-                mbarrier.arrive(rows_full.index(tile))
-                mbarrier.wait(free.index(following), (((first + slot + 1) // TILES) & 1) ^ 1)
+                if KEEP:
+                    rows.index(tile).store(solved.to(dtype))
+                    fence_async_shared()
+                    mbarrier.arrive(rows_full.index(tile))
+                    mbarrier.wait(free.index(following), (((first + slot + 1) // TILES) & 1) ^ 1)
                 state = warpgroup_mma_wait(0, deps=(state,))
                 states.index(following).store(state.to(dtype))
                 mbarrier.arrive(empty.index(slot))
-    gl.store(state_out, state)
+    if is_last:
+        gl.store(state_out, state)
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
@@ -294,6 +328,7 @@ def transition_backward_kernel(
     num_chunks,
     first_chunk,
     end_chunk,
+    num_segments,
     H: gl.constexpr,
     HK: gl.constexpr,
     K: gl.constexpr,
@@ -305,15 +340,15 @@ def transition_backward_kernel(
     """STB over the chunks end_chunk - 1 .. first_chunk."""
     dtype: gl.constexpr = k_desc.dtype
     TILES: gl.constexpr = 3 if STAGES % 2 else 2  # of results; divides STAGES
-    pid = gl.program_id(0)
-    column = (pid % (V // BV)) * BV
-    head = pid // (V // BV)
+    block, segment, head = _program(num_segments, V // BV)
+    first, end = _segment_chunks(segment, num_segments, first_chunk, end_chunk)
+    column = block * BV
     row = head * num_chunks
 
-    acc: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BV, 16])
+    acc: gl.constexpr = _products_layout(BV, gl.num_warps())
     ks = gl.arange(0, K, layout=gl.SliceLayout(1, acc))
     vs = column + gl.arange(0, BV, layout=gl.SliceLayout(0, acc))
-    state_offset = head.to(gl.int64) * (K * V) + ks[:, None] * V + vs[None, :]
+    state_offset = ks[:, None] * V + vs[None, :]
     slots = (
         gl.allocate_shared_memory(dtype, [STAGES, C, K], q_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, C, K], k_desc.layout),
@@ -330,17 +365,18 @@ def transition_backward_kernel(
     states_full, rows_full, free = _barriers(TILES), _barriers(TILES), _barriers(TILES)
     barriers = (ready, empty, states_full, rows_full, free)
     fence_async_shared()
-    state = gl.load(grad_state_in_ptr + state_offset)
+    state = gl.load(grad_state_in_ptr + (head * num_segments + segment).to(gl.int64) * (K * V) + state_offset)
     descs = (q_desc, k_desc, solve_desc, grad_y_desc, scores_desc, factors_desc)
     columns = ((head // (H // HK)) * K, head * V + column)
-    steps = end_chunk - first_chunk
+    steps = end - first
     tiles = (states, rows, states_full, rows_full, free)
-    state_out = grad_state_out_ptr + state_offset
+    state_out = grad_state_out_ptr + head.to(gl.int64) * (K * V) + state_offset
+    is_last = segment == 0
     gl.warp_specialize(
         [
-            (_walk_back, (state, state_out, slots, states, rows, scaled_y, operand, barriers, steps)),
-            (_fetch_back, (descs, columns, slots, ready, empty, row, first_chunk, end_chunk)),
-            (_write, (grad_states_desc, solved_desc, tiles, row, column, end_chunk - 1, steps, -1)),
+            (_walk_back, (state, state_out, is_last, slots, states, rows, scaled_y, operand, barriers, steps, True)),
+            (_fetch_back, (descs, columns, slots, ready, empty, row, first, end)),
+            (_write, (grad_states_desc, solved_desc, tiles, row, column, end - 1, steps, -1)),
         ],
         [1, 1],
         [24, 24],

@@ -10,9 +10,12 @@ backward beside what does not need it; so it does, on Hopper, where it is few pr
 
 (Where Local and Local back are one kernel, Scan works beside Scan back.)
 Every kernel does the same with a segment as with the whole, so neither changes a bit.
+
+A caller that has work of its own, as the projections of a layer, may put it beside them: see `Beside`.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -47,6 +50,7 @@ class Mamba3Plan:
     `block_v` of a tile is columns of P at a time, which are rows of S. `cuts`: shares of the chunks at which a forward
     is cut into segments; `overlap_backward`: the backward's first scan runs beside another kernel. `gradient_heads`:
     Queries and Keys are one kernel, see `hopper_mamba3_gradients`, with up to so many heads a program, where that runs.
+    `overlap_projections`, `overlap_projections_backward`: a layer puts its projections beside these, see `Beside`.
     """
 
     local: Tile = Tile(64, 4, 2)
@@ -59,6 +63,8 @@ class Mamba3Plan:
     cuts: tuple[float, ...] = ()
     overlap_backward: bool = False
     gradient_heads: int = 0
+    overlap_projections: bool = False
+    overlap_projections_backward: bool = False
 
 
 def default_plan(k_dim: int, v_dim: int, dtype: torch.dtype, shared_memory: int = 232_448) -> Mamba3Plan:
@@ -100,6 +106,30 @@ class Inputs(NamedTuple):
     state: Tensor
     k_last: Tensor
     v_last: Tensor
+
+
+def _nothing(*_: Tensor) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a caller launches while kernels of ours leave the device idle.
+
+    Attributes:
+        gates: beside Gates and Theta, of the forward and of the backward. x, z and the gradient of y need not be
+            there before; x and the gradient of y must be after it.
+        scan: beside Scan of the forward. z must be there after it.
+        meanwhile: after `gates` of the backward and beside all that follows, whose kernels go first.
+        finish: beside the last kernels of the backward; gets the gradients of x and z, which are there.
+        at_once: ours and the caller's are on streams of their own. Else all is in turn on one, with the same bits.
+    """
+
+    gates: Callable[[], None] = _nothing
+    scan: Callable[[], None] = _nothing
+    meanwhile: Callable[[], None] = _nothing
+    finish: Callable[[Tensor, Tensor], None] = _nothing
+    at_once: bool = True
 
 
 @functools.cache
@@ -408,18 +438,27 @@ class Backward:
 
 
 def forward(
-    inputs: Inputs, doc_start: Tensor | None, norm_eps: float, A_floor: float, plan: Mamba3Plan
+    inputs: Inputs,
+    doc_start: Tensor | None,
+    norm_eps: float,
+    A_floor: float,
+    plan: Mamba3Plan,
+    beside: Beside | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y [B, T, H, P] in x's type; theta, state, k_last and v_last after the last token, float32.
 
-    doc_start int64 [B, T] or None, contiguous. Shapes and types are the caller's business.
+    doc_start int64 [B, T] or None, contiguous. Shapes and types are the caller's business. With `beside` there are no
+    segments.
     """
     problem = Problem(inputs, doc_start, norm_eps, A_floor)
     prepared = Prepared(problem, with_rows=not hopper_mamba3.runs(problem, plan.local, plan.out))
     y = torch.empty_like(inputs.x)
-    segments = problem.segments(plan.cuts)
-    side = _SideStreams(problem.device, len(segments) > 1)
-    prepared.gates()
+    segments = problem.segments(plan.cuts if beside is None else ())
+    side = _SideStreams(problem.device, len(segments) > 1 if beside is None else beside.at_once)
+    beside = beside or Beside()
+    known = side.run(0, prepared.gates)
+    beside.gates()
+    side.wait(known)
     walked = []
     for i, chunks in enumerate(segments):
         prepared.local(plan.local, chunks)
@@ -427,6 +466,7 @@ def forward(
         if i:
             side.wait(walked[i - 1])
             prepared.out(plan.out, segments[i - 1], y)
+    beside.scan()
     side.wait(walked[-1])
     prepared.out(plan.out, segments[-1], y)
     return y, prepared.theta_out, prepared.state_out, prepared.k_out, prepared.v_bound[:, :, -1].clone()
@@ -448,13 +488,19 @@ def backward(
     norm_eps: float,
     A_floor: float,
     plan: Mamba3Plan,
+    beside: Beside | None = None,
 ) -> Inputs:
     """The gradients of all inputs in their types, from those of `forward`'s outputs (its types, contiguous)."""
     problem = Problem(inputs, doc_start, norm_eps, A_floor)
     prepared = Prepared(problem)
     back = Backward(prepared, plan, grads)
-    side = _SideStreams(problem.device, plan.overlap_backward or _few_programs(problem, plan))
-    prepared.gates()
+    at_once = plan.overlap_backward or _few_programs(problem, plan)
+    side = _SideStreams(problem.device, at_once if beside is None else beside.at_once)
+    beside = beside or Beside()
+    known = side.run(0, prepared.gates)
+    beside.gates()
+    meanwhile = side.run(2, beside.meanwhile, priority=0)
+    side.wait(known)
     in_one = hopper_mamba3.runs(problem, plan.local, plan.local_backward, given=(back.grad_y,))
     if in_one:
         hopper_mamba3.both(prepared, back.whole, back)
@@ -471,4 +517,9 @@ def backward(
     else:
         back.query_gradients(plan.query_gradients)
         back.key_gradients(plan.key_gradients)
-    return back.finish()
+    found: list[Inputs] = []
+    finished = side.run(0, lambda: found.append(back.finish()))
+    beside.finish(back.grads.x, back.grads.z)
+    side.wait(finished)
+    side.wait(meanwhile)
+    return found[0]

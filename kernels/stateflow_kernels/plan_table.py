@@ -63,7 +63,8 @@ class Environment:
 class Shape:
     """A kind of call. `tokens` is a bucket: a power of two; heads are those of one rank.
 
-    For "mamba3" k_dim and v_dim are N and P, num_key_heads is 1, and num_angles counts; else it is 0.
+    For "mamba3" k_dim and v_dim are N and P, num_key_heads is 1, and num_angles counts; else it is 0. `segments`: how
+    many are walked through at once; above 1 only without exact order.
     """
 
     family: str
@@ -75,6 +76,7 @@ class Shape:
     batch: int
     tokens: int
     num_angles: int = 0
+    segments: int = 1
 
     def __str__(self) -> str:
         heads = f"{self.num_heads} heads"
@@ -82,11 +84,13 @@ class Shape:
             heads += f" of {self.num_key_heads}"
         batch = f"{self.batch} x " if self.batch > 1 else ""
         sizes = f"{self.k_dim} x {self.v_dim}" + (f" and {self.num_angles} angles" if self.num_angles else "")
-        return f"{self.family}, {heads}, {sizes}, {self.dtype}, {batch}{self.tokens} tokens"
+        segments = f" in {self.segments} segments" if self.segments > 1 else ""
+        return f"{self.family}, {heads}, {sizes}, {self.dtype}, {batch}{self.tokens} tokens{segments}"
 
     def applies_to(self, wanted: "Shape") -> bool:
         same = ("family", "k_dim", "v_dim", "num_angles", "dtype")
-        return all(getattr(self, name) == getattr(wanted, name) for name in same)
+        alike = (self.segments > 1) == (wanted.segments > 1)
+        return alike and all(getattr(self, name) == getattr(wanted, name) for name in same)
 
     def distance(self, wanted: "Shape") -> tuple[float, ...]:
         """How far from `wanted`; most important first: the number of independent walks, then how they come about."""
@@ -95,6 +99,7 @@ class Shape:
             abs(math.log2(self.num_heads / wanted.num_heads)),
             abs(math.log2(self.num_key_heads / wanted.num_key_heads)),
             abs(math.log2(self.tokens / wanted.tokens)),
+            abs(self.segments - wanted.segments),
         )
 
 

@@ -31,6 +31,13 @@ VARIABLE = "STATEFLOW_PLAN_TABLE"
 SHIPPED = Path(__file__).parent / "tables"
 DEFAULTS = {"gated_delta_rule": gated_delta_rule.default_plan, "mamba3": mamba3_rule.default_plan}
 
+# Of walks in segments, see `in_segments`; the fastest ones on an H200.
+WIDE_WALKS = {
+    "transition": Tile(64, 4, 2, specialized=True),
+    "transition_out": Tile(64, 4, 2, specialized=True),
+    "transition_backward": Tile(64, 8, 2, specialized=True),
+}
+
 _forced = None
 _reloads = 0
 
@@ -59,8 +66,11 @@ def plan_for(
     v_dim: int,
     num_key_heads: int | None = None,
     num_angles: int = 0,
+    num_segments: int = 1,
 ):
     """The plan for these shapes. Heads are those of this rank; `num_key_heads` None: as many as `num_heads`.
+
+    `num_segments`: how many the walks shall go through at once.
 
     Raises:
         ValueError: STATEFLOW_PLAN_TABLE names no table.
@@ -69,13 +79,14 @@ def plan_for(
         return _forced
     bucket = bucket_of(num_tokens)
     key_heads = num_heads if num_key_heads is None else num_key_heads
-    return _choose(family, device, dtype, batch, bucket, num_heads, key_heads, k_dim, v_dim, num_angles).plan
+    sizes = (num_heads, key_heads, k_dim, v_dim, num_angles, num_segments)
+    return _choose(family, device, dtype, batch, bucket, *sizes).plan
 
 
 def choice_for(shape: Shape, device: torch.device) -> Choice:
     """As `plan_for`, and says where the plan is from."""
     dtype = getattr(torch, shape.dtype)
-    sizes = (shape.num_heads, shape.num_key_heads, shape.k_dim, shape.v_dim, shape.num_angles)
+    sizes = (shape.num_heads, shape.num_key_heads, shape.k_dim, shape.v_dim, shape.num_angles, shape.segments)
     return _choose(shape.family, device, dtype, shape.batch, bucket_of(shape.tokens), *sizes)
 
 
@@ -115,15 +126,19 @@ def _choose(
     k_dim: int,
     v_dim: int,
     num_angles: int,
+    num_segments: int,
 ) -> Choice:
     name = str(dtype).removeprefix("torch.")
-    wanted = Shape(family, num_heads, num_key_heads, k_dim, v_dim, name, batch, bucket, num_angles)
-    if device.type != "cuda":
-        return Choice(DEFAULTS[family](k_dim, v_dim, dtype))
-    for table in _tables(_device_name(device)):
+    sizes = (num_heads, num_key_heads, k_dim, v_dim)
+    wanted = Shape(family, *sizes, name, batch, bucket, num_angles, num_segments)
+    for table in _tables(_device_name(device)) if device.type == "cuda" else ():
         entry = table.nearest(wanted)
         if entry is not None:
-            return Choice(entry.plan, entry.shape, table.source)
+            plan = entry.plan if num_segments == 1 else dataclasses.replace(entry.plan, num_segments=num_segments)
+            return Choice(plan, entry.shape, table.source)
+    if num_segments > 1:
+        choice = _choose(family, device, dtype, batch, bucket, *sizes, num_angles, 1)
+        return dataclasses.replace(choice, plan=in_segments(choice.plan, num_segments, v_dim))
     return Choice(fallback_plan(device, dtype, k_dim, v_dim, family))
 
 
@@ -164,6 +179,18 @@ def _with_specialized_kernels(plan, k_dim: int, v_dim: int, shared_memory: int):
         changes["transition_out"] = Tile(tile.block_v, 4, stages, specialized=True)
     merges = {k_dim, v_dim} <= set(hopper.MERGED_DIMS)
     return dataclasses.replace(plan, **changes, gradient_chunks=8 if merges else 0)
+
+
+def in_segments(plan, num_segments: int, v_dim: int):
+    """The plan for walks through several segments at once: without cuts, and on Hopper with wide blocks of columns.
+
+    There are programs enough then, and wide ones read less.
+    """
+    wide = {}
+    if all(getattr(plan, name).specialized and v_dim % tile.block_v == 0 for name, tile in WIDE_WALKS.items()):
+        wide = WIDE_WALKS
+    unused = dict(cuts=(), backward_cuts=(), overlap_backward=False)
+    return dataclasses.replace(plan, **wide, **unused, num_segments=num_segments)
 
 
 def shared_memory_of(device: torch.device) -> int:

@@ -15,6 +15,12 @@ forward saved, and STB's `a` is all that the gradients through the solve need. E
 one head and walks through the chunks with the state in float32 registers, so that a walk may stop and go on at any
 chunk without changing a bit.
 
+In segments: where there are too few heads for the device, the chunks are shared out among `num_segments` segments whose
+walks run at once, each from a state of its own. For these a kernel with MAPS runs first: a segment takes the state S to
+M S + N, and the walk from 0 ends at N, those from the columns of the identity, without values, at M. E goes through the
+segment by M^T, so that STB needs only what a walk from 0 adds. `compose_kernel` then goes from segment to segment. That
+sums in another order than one walk. Segments are numbered by their tokens, also for STB.
+
 Layouts (all contiguous):
     q, k               [B, T, HK, K]; head h reads key head h // (H / HK)
     v, dY (grad_y)     [B, T, H, V]
@@ -24,7 +30,8 @@ Layouts (all contiguous):
                        FACTOR_STRIDE apart
     decay              [B, H, N] float32, or [B, H, N, K] where VECTOR_DECAY; chunks DECAY_STRIDE apart
     states             [B, H, N, K, V] in DTYPE: the state (its gradient) as it entered each chunk
-    state              [B, H, K, V] float32
+    state              [B, H, K, V] float32; that a walk begins with, [B, H, G, K, V] for G segments
+    maps               M of the segments but the first, [B, H, G - 1, K, K] float32
 """
 
 import triton
@@ -32,7 +39,22 @@ import triton.language as tl
 
 from .primitives import dot, rounded
 
-_LENGTHS = ["num_tokens", "num_chunks", "first_chunk", "end_chunk"]
+_LENGTHS = ["num_tokens", "num_chunks", "first_chunk", "end_chunk", "num_segments"]
+
+
+@triton.jit
+def _program(num_segments, BLOCKS: tl.constexpr):
+    """Which block of columns, segment, and batch and head."""
+    pid = tl.program_id(0)
+    rest = pid // BLOCKS
+    return pid % BLOCKS, rest % num_segments, (rest // num_segments).to(tl.int64)
+
+
+@triton.jit
+def _segment_chunks(segment, num_segments, first_chunk, end_chunk):
+    """The segment's chunks, from the first up to the end."""
+    chunks = end_chunk - first_chunk
+    return first_chunk + segment * chunks // num_segments, first_chunk + (segment + 1) * chunks // num_segments
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -48,10 +70,12 @@ def transition_kernel(
     states_ptr,
     v_new_ptr,
     state_out_ptr,
+    maps_ptr,
     num_tokens,
     num_chunks,
     first_chunk,
     end_chunk,
+    num_segments,
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -66,12 +90,18 @@ def transition_kernel(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    MAPS: tl.constexpr,
 ):
-    """ST over the chunks first_chunk .. end_chunk - 1. Program = (batch and head, block of BV columns)."""
+    """ST over the chunks first_chunk .. end_chunk - 1. Program = (batch and head, segment, block of BV columns).
+
+    With MAPS no `states` and `v_new`, but N of all segments but the last one, where the segments after them begin (in
+    `state_out`), and M of all but the first.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    column = pid % NV
-    head = (pid // NV).to(tl.int64)
+    BLOCKS: tl.constexpr = NV + (K + BV - 1) // BV if MAPS else NV
+    column, part, head = _program(num_segments - 1 if MAPS else num_segments, BLOCKS)
+    segment = part + (column >= NV).to(tl.int32) if MAPS else part
+    first, end = _segment_chunks(segment, num_segments, first_chunk, end_chunk)
     batch = head // H
     key_head = (head % H) // (H // HK)
 
@@ -82,9 +112,15 @@ def transition_kernel(
     v_mask = vs[None, :] < V
     state_mask = (ks[:, None] < K) & v_mask
     state_offset = ks[:, None] * V + vs[None, :]
-    state = tl.load(state_in_ptr + head * K * V + state_offset, mask=state_mask, other=0.0)
+    if MAPS:
+        state = tl.where(ks[:, None] == vs[None, :] - NV * BV, 1.0, 0.0)
+        if segment == 0:
+            state = tl.load(state_in_ptr + head * K * V + state_offset, mask=state_mask, other=0.0)
+    else:
+        state_in_ptr += (head * num_segments + segment) * (K * V)
+        state = tl.load(state_in_ptr + state_offset, mask=state_mask, other=0.0)
 
-    for n in tl.range(first_chunk, end_chunk, num_stages=STAGES):
+    for n in tl.range(first, end, num_stages=STAGES):
         chunk = head * num_chunks + n
         token = batch * num_tokens + n * C
         seen = ts[:, None] < num_tokens - n * C
@@ -100,7 +136,8 @@ def transition_kernel(
             decay = tl.load(decay_ptr + chunk * DECAY_STRIDE + ks, mask=ks < K, other=0.0)[:, None]
         else:
             decay = tl.load(decay_ptr + chunk * DECAY_STRIDE)
-        tl.store(states_ptr + chunk * (K * V) + state_offset, rounded(state, DTYPE), mask=state_mask)
+        if not MAPS:
+            tl.store(states_ptr + chunk * (K * V) + state_offset, rounded(state, DTYPE), mask=state_mask)
         if HAS_SOLVE:
             v_scale = tl.load(v_scale_ptr + chunk * FACTOR_STRIDE + ts)
             r_scale = tl.load(r_scale_ptr + chunk * FACTOR_STRIDE + ts)
@@ -108,10 +145,20 @@ def transition_kernel(
             read = dot(k, state, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
             v_new = v_new * v_scale[:, None] - read * r_scale[:, None]
             v_new = dot(solve, v_new, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
-            tl.store(v_new_ptr + chunk * (C * V) + (ts[:, None] * V + vs[None, :]), rounded(v_new, DTYPE), mask=v_mask)
+            if not MAPS:
+                rows = chunk * (C * V) + (ts[:, None] * V + vs[None, :])
+                tl.store(v_new_ptr + rows, rounded(v_new, DTYPE), mask=v_mask)
         state = dot(tl.trans(k), v_new * k_scale[:, None], state * decay, DTYPE, PRECISION)
 
-    tl.store(state_out_ptr + head * K * V + state_offset, state, mask=state_mask)
+    if MAPS:
+        state_out_ptr += (head * num_segments + segment + 1) * (K * V)
+        tl.store(state_out_ptr + state_offset, state, mask=state_mask)
+        key_columns = vs[None, :] - NV * BV
+        maps_ptr += (head * (num_segments - 1) + part) * (K * K)
+        map_mask = (ks[:, None] < K) & (key_columns >= 0) & (key_columns < K)
+        tl.store(maps_ptr + ks[:, None] * K + key_columns, state, mask=map_mask)
+    elif segment == num_segments - 1:
+        tl.store(state_out_ptr + head * K * V + state_offset, state, mask=state_mask)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -132,6 +179,7 @@ def transition_backward_kernel(
     num_chunks,
     first_chunk,
     end_chunk,
+    num_segments,
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -146,12 +194,17 @@ def transition_backward_kernel(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    MAPS: tl.constexpr,
 ):
-    """STB over the chunks end_chunk - 1 .. first_chunk; `grad_v_new` holds P^T dY and receives a, or dVn."""
+    """STB over the chunks end_chunk - 1 .. first_chunk; `grad_v_new` holds P^T dY and receives a, or dVn.
+
+    With MAPS neither `grad_states` nor a, but what the walks through all segments but the first add to E, where the
+    segments before them end (in `grad_state_out`).
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    column = pid % NV
-    head = (pid // NV).to(tl.int64)
+    column, part, head = _program(num_segments - 1 if MAPS else num_segments, NV)
+    segment = part + 1 if MAPS else part
+    first, end = _segment_chunks(segment, num_segments, first_chunk, end_chunk)
     batch = head // H
     key_head = (head % H) // (H // HK)
 
@@ -162,10 +215,16 @@ def transition_backward_kernel(
     v_mask = vs[None, :] < V
     state_mask = (ks[:, None] < K) & v_mask
     state_offset = ks[:, None] * V + vs[None, :]
-    grad_state = tl.load(grad_state_in_ptr + head * K * V + state_offset, mask=state_mask, other=0.0)
+    if MAPS:
+        grad_state = tl.zeros([BK, BV], tl.float32)
+        if segment == num_segments - 1:
+            grad_state = tl.load(grad_state_in_ptr + head * K * V + state_offset, mask=state_mask, other=0.0)
+    else:
+        grad_state_in_ptr += (head * num_segments + segment) * (K * V)
+        grad_state = tl.load(grad_state_in_ptr + state_offset, mask=state_mask, other=0.0)
 
-    for i in tl.range(0, end_chunk - first_chunk, num_stages=STAGES):
-        n = end_chunk - 1 - i
+    for i in tl.range(0, end - first, num_stages=STAGES):
+        n = end - 1 - i
         chunk = head * num_chunks + n
         token = batch * num_tokens + n * C
         seen = ts[:, None] < num_tokens - n * C
@@ -185,7 +244,8 @@ def transition_backward_kernel(
             decay = tl.load(decay_ptr + chunk * DECAY_STRIDE + ks, mask=ks < K, other=0.0)[:, None]
         else:
             decay = tl.load(decay_ptr + chunk * DECAY_STRIDE)
-        tl.store(grad_states_ptr + chunk * (K * V) + state_offset, rounded(grad_state, DTYPE), mask=state_mask)
+        if not MAPS:
+            tl.store(grad_states_ptr + chunk * (K * V) + state_offset, rounded(grad_state, DTYPE), mask=state_mask)
         from_state = dot(k, grad_state, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
         grad_v_new = from_output + from_state * k_scale[:, None]
         grad_state = dot(tl.trans(q), grad_y * q_scale[:, None], grad_state * decay, DTYPE, PRECISION)
@@ -194,6 +254,55 @@ def transition_backward_kernel(
             solve = tl.load(solve_ptr + chunk * (C * C) + (ts[:, None] * C + ts[None, :]))
             grad_v_new = dot(tl.trans(solve), grad_v_new, tl.zeros([C, BV], tl.float32), DTYPE, PRECISION)
             grad_state = dot(tl.trans(k), grad_v_new * -r_scale[:, None], grad_state, DTYPE, PRECISION)
-        tl.store(grad_v_new_ptr + tile_base + tile_offset, rounded(grad_v_new, DTYPE), mask=v_mask)
+        if not MAPS:
+            tl.store(grad_v_new_ptr + tile_base + tile_offset, rounded(grad_v_new, DTYPE), mask=v_mask)
 
-    tl.store(grad_state_out_ptr + head * K * V + state_offset, grad_state, mask=state_mask)
+    if MAPS:
+        grad_state_out_ptr += (head * num_segments + part) * (K * V)
+        tl.store(grad_state_out_ptr + state_offset, grad_state, mask=state_mask)
+    elif segment == 0:
+        tl.store(grad_state_out_ptr + head * K * V + state_offset, grad_state, mask=state_mask)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def compose_kernel(
+    state_ptr,
+    ends_ptr,
+    maps_ptr,
+    num_segments,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """What the segments' walks begin with: states, from the first segment on, or with BACKWARD E, from the last one on.
+
+    `ends` [B, H, G, K, V] holds N of each segment in the place of the one that comes next; the first of them began with
+    `state`. Program = (batch and head, block of BV columns).
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    head = (pid // NV).to(tl.int64)
+    ks = tl.arange(0, BK)
+    vs = (pid % NV) * BV + tl.arange(0, BV)
+    mask = (ks[:, None] < K) & (vs[None, :] < V)
+    offset = ks[:, None] * V + vs[None, :]
+    map_mask = (ks[:, None] < K) & (ks[None, :] < K)
+    map_offset = ks[None, :] * K + ks[:, None] if BACKWARD else ks[:, None] * K + ks[None, :]
+    ends_ptr += head * num_segments * (K * V) + offset
+    maps_ptr += head * (num_segments - 1) * (K * K) + map_offset
+
+    place = num_segments - 1 if BACKWARD else 0
+    tl.store(ends_ptr + place * (K * V), tl.load(state_ptr + head * (K * V) + offset, mask=mask), mask=mask)
+    place = num_segments - 2 if BACKWARD else 1
+    state = tl.load(ends_ptr + place * (K * V), mask=mask, other=0.0)
+    for i in tl.range(2, num_segments, num_stages=STAGES):
+        place = num_segments - 1 - i if BACKWARD else i
+        of_map = place if BACKWARD else i - 2
+        through = tl.load(maps_ptr + of_map * (K * K), mask=map_mask, other=0.0)
+        added = tl.load(ends_ptr + place * (K * V), mask=mask, other=0.0)
+        state = dot(through, state, added, tl.float32, PRECISION)
+        tl.store(ends_ptr + place * (K * V), state, mask=mask)

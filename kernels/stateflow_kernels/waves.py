@@ -11,6 +11,23 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+# Of the gated delta rule's walks in segments, see `transition`; by measurement on an H200, with its multiprocessors.
+_PROGRAMS, _BLOCK_V = 132, 64
+_FEWEST_SEGMENTS = 5  # a segment is walked through twice, and by twice as many columns the first time
+_LEAST_CHUNKS = 32  # of a segment; shorter ones were not measured
+
+
+def walk_segments(num_chunks: int, heads: int, k_dim: int, v_dim: int) -> int:
+    """In how many segments the chunks of so many heads are walked through at once; 1 where one walk is faster.
+
+    Of the shape alone: the backward must find as many as the forward, on whatever device and with whatever plan.
+    """
+    if k_dim > 128:  # a map would fill a multiprocessor
+        return 1
+    segments = min(_PROGRAMS // (heads * triton.cdiv(v_dim, _BLOCK_V)), num_chunks // _LEAST_CHUNKS)
+    return segments if segments >= _FEWEST_SEGMENTS else 1
+
+
 def units_of_a_program(units: int, programs_of_a_unit: int, at_once: int, most: int) -> int:
     """As many, up to `most`, as let all programs come in whole waves of `at_once`, and those in few."""
     waves = max(1, triton.cdiv(units * programs_of_a_unit, at_once * most))

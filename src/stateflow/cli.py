@@ -276,9 +276,11 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("k-dim", "v-dim"):
         parser.add_argument(f"--{name}", type=int, default=128, help="of a head (default 128)")
     parser.add_argument("--angles", type=int, help="Mamba-3 with so many, N = --k-dim and P = --v-dim")
+    parser.add_argument("--dim", type=int, help="width of the model, for Mamba-3 (default: half of --heads x --v-dim)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="lengths of chunks (default 8192)")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a microbatch (default 1)")
     parser.add_argument("--dtype", default="bfloat16", help="of q, k and v (default bfloat16)")
+    parser.add_argument("--any-order", action="store_true", help="what runs with [stateflow] exact_order = false")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the table; default: where every run looks for it")
     parser.add_argument("--time-budget", type=float, metavar="S", help="seconds for everything, about")
 
@@ -311,16 +313,20 @@ def _tune(options, config) -> int:
     from stateflow.planning.kernel_shapes import config_shapes, explicit_shapes
     from stateflow.planning.kernel_tuning import run
 
+    dim = options.dim
     if config is not None and options.heads:
         raise ValueError(f"--heads {options.heads[0]} and a config say the same: leave one out")
     if config is not None:
-        shapes = config_shapes(config)
+        from stateflow.titan.flavors import resolve_model
+
+        shapes, dim = config_shapes(config), resolve_model(config).dim
     elif options.heads:
         sizes = (options.k_dim, options.v_dim, options.dtype, options.batch, options.key_heads)
-        shapes = explicit_shapes(options.heads, options.tokens, *sizes, num_angles=options.angles)
+        more = dict(num_angles=options.angles, exact_order=not options.any_order)
+        shapes = explicit_shapes(options.heads, options.tokens, *sizes, **more)
     else:
         raise ValueError("tune-kernels needs a config, or shapes: --heads 20 --tokens 8192")
-    return run(shapes, options.out, options.time_budget)
+    return run(shapes, options.out, options.time_budget, dim=dim)
 
 
 def _bench_pipeline(options, config, titan_args: Sequence[str]) -> int:

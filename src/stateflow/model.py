@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .layers import Attention, Block, GatedDeltaNet, Mamba3, Mixer, State, StateSpec, initialize
 from .layers.attention import nearest_divisor
+from .layers.mamba3_overlap import MODES as OVERLAP_MODES
 from .recurrence.backends import BACKENDS
 
 
@@ -26,6 +27,7 @@ def _gated_delta_net(config: "ModelConfig") -> Mixer:
         allow_neg_eigval=config.allow_neg_eigval,
         norm_eps=config.norm_eps,
         backend=config.backend,
+        exact_order=config.exact_order,
     )
 
 
@@ -37,6 +39,7 @@ def _mamba3(config: "ModelConfig") -> Mixer:
         state_dim=config.mamba_state_dim,
         num_angles=config.mamba_num_angles,
         backend=config.backend,
+        overlap_projections=config.overlap_projections,
     )
 
 
@@ -93,6 +96,8 @@ class ModelConfig:
         init_seed: seed of the parameters; None is torch.initial_seed() at the time of `init_weights`.
         backend: "auto" for hand-written kernels where they can run, "triton" to insist on them, "chunk" for
             PyTorch, or "reference" for token-by-token recurrences and full-mask attention, to verify.
+        overlap_projections: of `Mamba3`.
+        exact_order: False lets kernels sum in another order where that is faster, see `gated_delta_rule`.
     """
 
     dim: int = 256
@@ -119,6 +124,8 @@ class ModelConfig:
     init_std: float = 0.02
     init_seed: int | None = None
     backend: str = "auto"
+    overlap_projections: str = "auto"
+    exact_order: bool = True
 
     def validate(self) -> None:
         """Raises ValueError, naming the field, its value and the least change that works."""
@@ -139,6 +146,7 @@ class ModelConfig:
         for mixer in self.pattern:
             _check_choice("pattern", mixer, MIXERS)
         _check_choice("backend", self.backend, BACKENDS)
+        _check_choice("overlap_projections", self.overlap_projections, OVERLAP_MODES)
         num_v_heads = self.num_heads if self.num_v_heads is None else self.num_v_heads
         if num_v_heads % self.num_heads:
             nearest = max(1, round(num_v_heads / self.num_heads)) * self.num_heads

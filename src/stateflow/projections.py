@@ -28,17 +28,21 @@ def project(x: Tensor, *linears: nn.Linear | tuple[nn.Linear, ...]) -> list[Tens
     """[linear(x) for linear in linears], those in a tuple by one product, whose outputs are views of one tensor."""
     groups = [linear if isinstance(linear, tuple) else (linear,) for linear in linears]
     flat = [linear for group in groups for linear in group]
-    if _want_calls() or not all(only_multiplies(linear) for linear in flat):
+    if not are_products(x, *flat):
         return [linear(x) for linear in flat]
     sizes = [len(group) for group in groups]
-    if torch.is_grad_enabled() and not x.requires_grad:
-        return [linear(x) for linear in flat]
     weights = [linear.weight for linear in flat]  # once: a parametrization computes it
     if not torch.is_grad_enabled():
         return _products(x, sizes, weights)
-    takers = [_taker(linear, weight) for linear, weight in zip(flat, weights, strict=True)]
-    leaves = [weight if taker is None else weight.detach() for weight, taker in zip(weights, takers, strict=True)]
+    leaves, takers = leaves_and_takers(flat, weights)
     return list(_Projections.apply(x, sizes, takers, *leaves))
+
+
+def are_products(x: Tensor, *linears: nn.Linear) -> bool:
+    """Whether an operation of our own may take the place of the calls linear(x)."""
+    if _want_calls() or (torch.is_grad_enabled() and not x.requires_grad):
+        return False
+    return all(only_multiplies(linear) for linear in linears)
 
 
 def _want_calls() -> bool:
@@ -63,6 +67,15 @@ def only_multiplies(linear: nn.Module) -> bool:
         and not (linear._backward_hooks or linear._backward_pre_hooks)
         and not _has_any_global_hook()
     )
+
+
+def leaves_and_takers(
+    linears: Sequence[nn.Linear], weights: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Taker | None]]:
+    """The weights as autograd is to see them, and who takes the gradients that it does not."""
+    takers = [_taker(linear, weight) for linear, weight in zip(linears, weights, strict=True)]
+    leaves = [weight if taker is None else weight.detach() for weight, taker in zip(weights, takers, strict=True)]
+    return leaves, takers
 
 
 def _taker(linear: nn.Linear, weight: Tensor) -> Taker | None:
@@ -112,20 +125,50 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx, grads: Sequence[Tensor | None]):
         x, *weights = ctx.saved_tensors
-        x_NI, grad_NI, weight_grads = x.reshape(-1, x.shape[-1]), None, []
-        takers, needed = iter(ctx.takers), iter(ctx.needs_input_grad[3:])
-        for group, group_grads in zip(_grouped(weights, ctx.sizes), _grouped(grads, ctx.sizes), strict=True):
-            used = [(weight, grad) for weight, grad in zip(group, group_grads, strict=True) if grad is not None]
-            if used:
-                grad_NO = _joined([grad.reshape(-1, grad.shape[-1]) for _, grad in used], 1)
-                weight_OI = _joined([weight for weight, _ in used], 0)
-                grad_NI = grad_NO @ weight_OI if grad_NI is None else grad_NI.addmm_(grad_NO, weight_OI)
-                parts = iter(grad_NO.split([len(weight) for weight, _ in used], dim=1))
-            for grad in group_grads:
-                taker, needs_grad = next(takers), next(needed)
-                own_NO = None if grad is None else next(parts)
-                if taker is not None and own_NO is not None:
-                    taker(x_NI, own_NO)
-                product = taker is None and needs_grad and own_NO is not None
-                weight_grads.append(own_NO.t() @ x_NI if product else None)
-        return None if grad_NI is None else grad_NI.view(x.shape), None, None, *weight_grads
+        backward, weight_grads = ProjectionsBackward(x), []
+        parts = (weights, grads, ctx.takers, ctx.needs_input_grad[3:])
+        for group in zip(*(_grouped(part, ctx.sizes) for part in parts), strict=True):
+            weight_grads += backward.add(*group)
+        return backward.input_gradient(), None, None, *weight_grads
+
+
+class ProjectionsBackward:
+    """The backward of projections of x, product by product; their gradients of x add up."""
+
+    def __init__(self, x: Tensor):
+        self._x = x
+        self._x_NI, self._grad_NI = x.reshape(-1, x.shape[-1]), None
+
+    def add(
+        self,
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        takers: Sequence[Taker | None],
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Of those that one product made, from the gradients of its parts; returns the weights' that autograd takes."""
+        used = [(weight, grad) for weight, grad in zip(weights, grads, strict=True) if grad is not None]
+        parts = iter(())
+        if used:
+            grad_NO = _joined([grad.reshape(-1, grad.shape[-1]) for _, grad in used], 1)
+            weight_OI = _joined([weight for weight, _ in used], 0)
+            if self._grad_NI is None:
+                self._grad_NI = grad_NO @ weight_OI
+            else:
+                self._grad_NI.addmm_(grad_NO, weight_OI)
+            parts = iter(grad_NO.split([len(weight) for weight, _ in used], dim=1))
+        own = [None if grad is None else next(parts) for grad in grads]
+        return [weight_gradient(self._x_NI, *each) for each in zip(own, takers, needed, strict=True)]
+
+    def input_gradient(self) -> Tensor | None:
+        return None if self._grad_NI is None else self._grad_NI.view(self._x.shape)
+
+
+def weight_gradient(x_NI: Tensor, grad_NO: Tensor | None, taker: Taker | None, needed: bool) -> Tensor | None:
+    """What autograd takes: the gradient where it is `needed`, None where it goes to the taker."""
+    if grad_NO is None:
+        return None
+    if taker is not None:
+        taker(x_NI, grad_NO)
+        return None
+    return grad_NO.t() @ x_NI if needed else None

@@ -12,7 +12,7 @@ import torch
 
 from stateflow.bench import processes
 from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant
-from stateflow.bench.gdn_contestants import DEFAULT, SERIAL_64, SUBJECT
+from stateflow.bench.gdn_contestants import ANY_ORDER, DEFAULT, SERIAL_64, SUBJECT
 from stateflow.bench.gdn_report import render
 from stateflow.bench.measure import Timing, read_rows
 from stateflow.bench.worker import Parity, Spec, done_path, sample_path
@@ -72,6 +72,13 @@ def test_ours_then_a_peer(work, install):
     assert row["contestant"] == "fla" and "failed" not in row
     assert row["agreement"].keys() == row["errors"].keys() == set(NAMES)
     assert 0 < max(row["agreement"].values()) < 5e-3
+
+
+def test_walks_in_segments_take_part_where_they_are_used():
+    few, many = (Shape("gated_delta_rule", n, n, 128, 128, "bfloat16", 1, 32768) for n in (8, 20))
+    assert [c.name for c in SUBJECT.contestants(OURS, many, CPU)] == [OURS, SERIAL, DEFAULT, SERIAL_64]
+    *_, in_segments = SUBJECT.contestants(OURS, few, CPU)
+    assert in_segments.name == ANY_ORDER and in_segments.plan.num_segments == 8
 
 
 def test_a_wrong_peer_is_not_timed(work, install):

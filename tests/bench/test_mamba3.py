@@ -13,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stateflow.bench import mamba3_contestants, official_mamba3, processes, worker
+from stateflow.bench import mamba3_contestants, mamba3_regions, official_mamba3, processes, worker
 from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant, Region, serial, with_choice
 from stateflow.bench.mamba3_contestants import OFFICIAL, SUBJECT, WHOLE, prepare
 from stateflow.bench.mamba3_report import render
 from stateflow.bench.measure import Timing
 from stateflow.bench.worker import done_path, sample_path
 from stateflow.cli import build_parser, main
-from stateflow.recurrence import mamba3
+from stateflow.recurrence import mamba3, mamba3_kernels
 from stateflow.recurrence.mamba3 import Inputs
 from stateflow_kernels import plans
 from stateflow_kernels.gated_delta_rule import default_plan
 from stateflow_kernels.plan_table import Shape, to_json
 from tests.bench.bench_testing import CPU, FIGURES, rows_of_worker, without_a_device
-from tests.recurrence.op_testing import assert_close
+from tests.recurrence.op_testing import assert_close, assert_same_bits
 
 SHAPE = Shape("mamba3", 2, 1, 16, 8, "bfloat16", 1, 130, 4)
 PACKAGES = ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", official_mamba3.FOLDER)
@@ -198,6 +198,43 @@ def test_regions_that_overlap_are_rows(work, monkeypatch):
     *_, row = rows_of(OURS, work)
     assert row["kind"] == "region" and row["kernel"]["median"] == 4.0
     assert "| eq. 17 | 10.000 | 7.000 | 4.000 | 1.43x | 75.0% |" in render([row])
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def regions_and_shape(request, monkeypatch):
+    """On a CPU the form in PyTorch is in the place of the kernels."""
+    shape = SUBJECT.shape(24, 1000, 128, 64, "bfloat16")
+    if request.param == "cpu":
+        shape = replace(SHAPE, v_dim=16)
+        monkeypatch.setattr(mamba3_kernels, "forward", mamba3_kernels.chunk_form)
+        monkeypatch.setattr(mamba3_kernels, "backward", mamba3_kernels.chunk_form_backward)
+        monkeypatch.setattr("stateflow.recurrence.backends._interpreted", lambda: True)
+    return mamba3_regions.regions(shape, torch.device(request.param)), shape
+
+
+def test_both_ways_of_a_region_do_the_same_work(regions_and_shape):
+    regions, shape = regions_and_shape
+    assert [region.name for region in regions] == [
+        mamba3_regions.FORWARD, mamba3_regions.BACKWARD, mamba3_regions.LAYER
+    ]  # fmt: skip
+    for region in regions:
+        serial, overlapped, kernel = region.serial(), region.overlapped(), region.kernel()
+        assert len(serial) in (5, 11, 18) and len(kernel) in (5, 18)
+        assert_same_bits(overlapped, serial)
+    assert mamba3_regions.dim_of(40, 64) == 5120 and mamba3_regions.dim_of(10, 64) == 320
+
+
+def test_table_4b():
+    def row(region, *ms):
+        names = ("serial", "overlapped", "kernel")
+        times = {name: Timing(t, t, t, 11).json() for name, t in zip(names, ms, strict=True)}
+        return dict(kind="region", region=region, heads=40, tokens=32768, k_dim=128, v_dim=64, **times)
+
+    rows = [row(mamba3_regions.FORWARD, 6.0, 5.0, 2.0), row(mamba3_regions.BACKWARD, 9.0, 7.5, 6.0)]
+    text = render([*rows, row(mamba3_regions.LAYER, 15.0, 13.0, 6.0)])
+    assert "| 40 | 32,768 | 5120 | 1.20x | 1.20x | 1.20x | 31.2% | 1.27x | 1.64x | 71.3% |" in text
+    assert "| 40 | 32,768 | 128 x 64 | the layer's backward | 15.000 | 13.000 | 6.000 | 1.15x | 33.3% |" in text
+    assert "table 4b" not in render(rows[:1])
 
 
 def test_shares_of_the_variants_to_compile():

@@ -22,7 +22,7 @@ import stateflow_kernels
 
 # Those with kernels for Hopper; what imports from another comes after it.
 MODULES = (
-    *("hopper_transition", "hopper_gradients", "hopper_outputs", "hopper_prepare"),
+    *("hopper_transition", "hopper_gradients", "hopper_segments", "hopper_outputs", "hopper_prepare"),
     *("hopper_mamba3_tiles", "hopper_mamba3_rows", "hopper_mamba3_local", "hopper_mamba3_out", "hopper_mamba3_both"),
     *("hopper_mamba3_groups", "hopper_mamba3_gradients"),
 )
@@ -328,6 +328,7 @@ def _language() -> dict[str, types.ModuleType]:
         SwizzledSharedLayout=lambda *_, **__: None,
         NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
         allocate_shared_memory=_allocate,
+        num_warps=lambda: 4,
         program_id=lambda _: Registers(_Kernel.program),
         num_programs=lambda _: Registers(_Kernel.programs),
         thread_barrier=lambda: None,
@@ -358,6 +359,7 @@ def _language() -> dict[str, types.ModuleType]:
     )
     gluon = types.ModuleType("triton.experimental.gluon")
     gluon.jit, gluon.language = _jit, language
+    gluon.constexpr_function = lambda function: function
     hopper = types.ModuleType("triton.experimental.gluon.language.nvidia.hopper")
     hopper.fence_async_shared = lambda: None
     hopper.mma_v2 = _multiply_in_registers

@@ -77,6 +77,31 @@ def test_sizes_of_heads(dtype, sizes, with_docs):
         assert_close([result.cpu()], [reference], bound)
 
 
+@pytest.mark.parametrize("with_docs", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 64), (64, 128), (128, 128), (96, 192)], ids=str)
+def test_walks_in_segments(sizes, with_docs, monkeypatch):
+    """Of a memory that lasts, about as accurate as one walk, and with the same bits each time."""
+    torch.manual_seed(0)
+    inputs = make(1, 1100, 2, 1, *sizes, max_decay=1e-3)
+    docs = documents(1, 1100, rate=0.001) if with_docs else None
+    expected = run(exact(inputs), docs, backend="chunk", use_qk_l2norm_in_kernel=True)
+    docs = None if docs is None else docs.cuda()
+
+    def results(num_segments: int) -> list[torch.Tensor]:
+        args = (*inputs, docs, sizes[0] ** -0.5, 1e-6, num_segments)
+        outputs = torch.ops.stateflow.gated_delta_rule_triton(*args)[:2]
+        return [*outputs, *torch.autograd.grad(outputs, inputs, grads_like(outputs))]
+
+    def errors(given) -> list[float]:
+        return [((x.cpu().double() - y).norm() / y.norm()).item() for x, y in zip(given, expected, strict=True)]
+
+    one_walk, first = errors(results(1)), results(5)
+    for error, of_one, bound in zip(errors(first), one_walk, BOUNDS[torch.bfloat16], strict=True):
+        assert error <= min(bound, 2 * of_one)
+    for _ in range(20):
+        assert_same_bits(results(5), first)
+
+
 @pytest.mark.parametrize(("max_decay", "max_beta"), [(0.0, 1.0), (1e4, 1.0), (0.1, 2.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_extreme_gates(dtype, max_decay, max_beta):

@@ -22,6 +22,7 @@ def check_norm(inputs: list[torch.Tensor]) -> None:
     check(triton, reference, inputs, inputs[0].dtype)
 
 
+@pytest.mark.other_triton
 @on_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 5, 3, 72), (1, 32), (70, 128), (2, 30, 192), (3, 256), (7, 5)])

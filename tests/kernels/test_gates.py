@@ -23,6 +23,7 @@ def check_gates(inputs: list[torch.Tensor], doubled: bool) -> None:
     assert results[0].dtype == results[1].dtype == torch.float32
 
 
+@pytest.mark.other_triton
 @on_devices
 @pytest.mark.parametrize("doubled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -38,11 +38,11 @@ def launches(monkeypatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("with_docs", [False, True])
-def test_outputs_and_all_gradients_equal_the_recurrence(with_docs, monkeypatch, launches):
+@pytest.mark.parametrize(("num_tokens", "with_docs"), [(100, False), (150, True)])  # two chunks, three
+def test_outputs_and_all_gradients_equal_the_recurrence(num_tokens, with_docs, monkeypatch, launches):
     torch.manual_seed(0)
-    inputs = make_inputs(1, 150, 3, *SIZES, dtype=torch.bfloat16)
-    docs = documents(1, 150, rate=0.03) if with_docs else None
+    inputs = make_inputs(1, num_tokens, 3, *SIZES, dtype=torch.bfloat16)
+    docs = documents(1, num_tokens, rate=0.03) if with_docs else None
     with hopper_on_the_cpu(monkeypatch):
         results = check(inputs, docs)
         assert launches == ["local", "out", "both"]

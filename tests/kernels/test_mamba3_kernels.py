@@ -142,7 +142,7 @@ def test_outputs_and_all_gradients_equal_the_recurrence(
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.other_triton), torch.float16])
 def test_16_bits(device, dtype):
     torch.manual_seed(0)
     inputs = make_inputs(1, 90, 1, 32, 32, 8, dtype=dtype, device=device)
@@ -205,6 +205,7 @@ def test_any_plan_gives_the_values_of_the_default(device, monkeypatch):
         compare(results, [x.cpu().double() for x in default], BOUNDS_FLOAT32)
 
 
+@pytest.mark.other_triton
 @on_devices
 def test_strided_and_expanded_tensors(device):
     torch.manual_seed(0)

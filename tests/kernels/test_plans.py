@@ -196,6 +196,21 @@ def test_the_order_of_the_tables(on_gpu, monkeypatch, capsys):
         assert look_up(**changes) == default_plan(**wanted, shared_memory=101_376)
 
 
+def test_walks_in_segments(on_gpu):
+    """A plan that was measured for them, or else that of the exact order with wide walks."""
+    assert look_up(num_segments=6) == dataclasses.replace(look_up(), num_segments=6)
+    walks = {name: Tile(32, 4, 2, specialized=True) for name in plans.WIDE_WALKS}
+    exact = Plan(**walks, cuts=(0.5,), overlap_backward=True)
+    path = plans.user_table_path(HERE)
+    save(path, HERE, [Entry(shape(), exact)])
+    plans.reload()
+    assert look_up() == exact and look_up(num_segments=6) == Plan(**plans.WIDE_WALKS, num_segments=6)
+    save(path, HERE, [Entry(shape(segments=5), dataclasses.replace(plan(3), num_segments=5))])
+    plans.reload()
+    assert look_up() == exact and look_up(num_segments=6) == dataclasses.replace(plan(3), num_segments=6)
+    assert plans.choice_for(shape(segments=6), GPU).shape.segments == 5
+
+
 def test_any_length_and_number_of_heads_finds_an_entry(on_gpu):
     entries = [Entry(shape(heads, tokens), Plan(pre=Tile(32, 4, i + 1))) for i, (heads, tokens) in enumerate(
         [(20, 8192), (20, 32768), (10, 8192)]

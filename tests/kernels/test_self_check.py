@@ -81,7 +81,7 @@ def test_the_chunk_form_within_the_operation_takes_16_bits_and_shared_heads(monk
     expected = run(exact(inputs), None, backend="reference", use_qk_l2norm_in_kernel=True)
     assert_close(results, expected, 8e-3)
     # opcheck compares with what the fake implementations promise.
-    torch.library.opcheck(torch.ops.stateflow.gated_delta_rule_triton, (*inputs, None, 1.0, 1e-6))
+    torch.library.opcheck(torch.ops.stateflow.gated_delta_rule_triton, (*inputs, None, 1.0, 1e-6, 1))
 
 
 def test_a_plan_that_is_wrong_or_does_not_compile_is_replaced_by_the_next(caplog, monkeypatch):

@@ -93,6 +93,7 @@ def test_rows_are_not_left():
         run_rows(*make_rows("cpu", 5, 19, torch.float32), torch.bfloat16)
 
 
+@pytest.mark.other_triton
 @on_devices
 @pytest.mark.parametrize("block_tokens", [8, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -17,6 +17,7 @@ def check_swiglu(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return check(triton, reference, inputs, inputs[0].dtype)
 
 
+@pytest.mark.other_triton
 @on_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 5, 3, 72), (1,), (70, 128), (3, 1365), (2, 0, 7)])

@@ -44,6 +44,14 @@ def test_tensor_parallelism_cuts_heads():
     assert (shape.num_heads, shape.num_key_heads) == (2, 1)
 
 
+def test_segments_only_without_exact_order():
+    assert [shape.segments for shape in explicit_shapes([10, 20], [32_768], 128, 128, "bfloat16")] == [1, 1]
+    shapes = explicit_shapes([10, 20], [1024, 32_768], 128, 128, "bfloat16", exact_order=False)
+    assert [shape.segments for shape in shapes] == [1, 6, 1, 1]
+    longer = ("--training.seq_len", "65536", "--validation.seq_len", "65536", "--stateflow.num-chunks", "2")
+    assert of(*longer)[0].segments == 1 and of(*longer, "--stateflow.no-exact-order")[0].segments > 1
+
+
 def test_the_compute_dtype():
     low = ("--training.mixed_precision_param", "bfloat16")
     sharded = ("--parallelism.data_parallel_shard_degree", "2")

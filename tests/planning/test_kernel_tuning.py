@@ -18,6 +18,7 @@ from tests.kernels.kernel_testing import on_devices
 
 HERE = Environment("a_gpu", "2.11", "3.6.0", "12.8.93")
 SHAPE = Shape("gated_delta_rule", 20, 20, 128, 128, "bfloat16", 1, 8192)
+IN_SEGMENTS = replace(SHAPE, num_heads=10, num_key_heads=10, segments=5)
 SMALL = Shape("gated_delta_rule", 2, 1, 32, 48, "float16", 1, 130)
 
 
@@ -179,11 +180,22 @@ def test_candidates(v_dim):
     assert all(options["overlap_backward"] for options in BACKWARDS)
 
 
+def test_walks_in_segments_have_wide_candidates_and_no_cuts(tmp_path):
+    wide = Tile(64, 8, 2, specialized=True)
+    assert wide not in candidate_tiles("transition", SHAPE, Tile())
+    default = Plan(num_segments=5)
+    bench = FakeBench({("transition", wide): 0.5}, gains={(0.5,): 0.9, ((), True): 0.3})
+    (entry,) = tune([IN_SEGMENTS], lambda _: bench, lambda _: default, HERE, tmp_path / "t.json", 1e6, str, bench.clock)
+    assert entry.plan == replace(default, transition=wide, overlap_backward=True)
+    assert load(tmp_path / "t.json").entries == (entry,)
+
+
 @on_devices
-def test_each_launch_does_what_the_operation_does(device):
-    plan = default_plan(32, 48, torch.float16)
-    launches = Launches(SMALL, SMALL.tokens, torch.device(device), fill=plan)
-    inputs, grads = random_inputs(SMALL, SMALL.tokens, device)
+@pytest.mark.parametrize(("tokens", "segments"), [(130, 1), (70, 2)])
+def test_each_launch_does_what_the_operation_does(device, tokens, segments):
+    plan = replace(default_plan(32, 48, torch.float16), num_segments=segments)
+    launches = Launches(replace(SMALL, segments=segments), tokens, torch.device(device), fill=plan)
+    inputs, grads = random_inputs(SMALL, tokens, device)
     options = (SMALL.k_dim**-0.5, EPS, plan)
     o, state, solve = kernels.forward(*inputs, None, *options)
     dq, dk, *others = kernels.backward(*grads, *inputs, None, solve, *options)
@@ -219,12 +231,18 @@ def test_a_search_for_mamba3(tmp_path):
         def time_backward(self, plan):
             return self.timing(3.0 - self.gains.get(plan.overlap_backward, 0.0))
 
+        def time_layer(self, plan, dim):
+            assert dim == 2560
+            gains = (0.5 * plan.overlap_projections, 0.005 * plan.overlap_projections_backward)
+            return tuple(self.timing(9.0 - gain) for gain in gains)
+
     shape = Shape("mamba3", 80, 1, 128, 64, "bfloat16", 1, 8192, 32)
     default = mamba3_rule.default_plan(128, 64, torch.bfloat16)
     best = {"scan": Tile(16, 2, 6), "key_gradients": Tile(64, 8, 2)}
     bench = Mamba3Bench({item: 0.5 for item in best.items()}, {CUTS[1]: 0.4, True: 0.3})
     (entry,) = tune([shape], lambda _: bench, lambda _: default, HERE, tmp_path / "t.json", 1e9, str, bench.clock)
-    assert entry.plan == replace(default, **best, cuts=CUTS[1], overlap_backward=True)
+    assert entry.plan == replace(default, **best, cuts=CUTS[1], overlap_backward=True, overlap_projections=True)
+    assert entry.evidence["layer_ms"] == {"dim": 2560, "serial": [9.0, 9.0], "at_once": [8.5, 8.995]}
     assert load(tmp_path / "t.json").entries == (entry,)
     # What leaves or takes sums over blocks of columns has one width, whatever the length.
     for kernel in ("scan_backward", "query_gradients", "key_gradients"):

@@ -32,12 +32,15 @@ class TitanPool:
         port = harness.free_port()
         return self._pool.run(function, world_size, world_size=world_size, port=port, args=list(args), **kwargs)
 
+    def forget_meshes(self) -> None:
+        self._pool.run(harness.forget_meshes, self._pool.world_size)
+
     def close(self) -> None:
         self._pool.close()
 
 
 nightly = pytest.mark.skipif(
-    os.environ.get("HYPOTHESIS_PROFILE") != "nightly", reason="eight processes: HYPOTHESIS_PROFILE=nightly runs it"
+    os.environ.get("HYPOTHESIS_PROFILE") != "nightly", reason="HYPOTHESIS_PROFILE=nightly runs it"
 )
 
 
@@ -49,16 +52,16 @@ def eight():
     pool.close()
 
 
-@pytest.fixture
-def four():
-    """Four processes of its own for a layout whose meshes are not torchtitan's, see `eight`."""
-    pool = TitanPool()
-    yield pool
-    pool.close()
-
-
 @pytest.fixture(scope="session")
 def titan():
     pool = TitanPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def four(titan):
+    """The pool for a layout whose meshes are not torchtitan's: what torch keeps of meshes is let go, see `eight`."""
+    titan.forget_meshes()
+    yield titan
+    titan.forget_meshes()

@@ -9,11 +9,17 @@ import itertools
 import os
 import random
 import socket
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tyro import _docstrings
+
+# The words of `--help`, for which each parse reads the source of every config class: more than half of its time.
+_docstrings.get_field_docstring = lambda *_: None
 
 CONFIG = Path(__file__).parents[2] / "titan_configs" / "demo.toml"
 SEQ_LEN = 96
@@ -64,11 +70,16 @@ def parse_arguments(arguments: list[str]):
 
 @functools.cache
 def _settle() -> None:
-    """Once a process: what the imports made stays, so the collections below and the Trainer's need not look at it."""
+    """Once a process: what the imports made stays, so the collections below and the Trainer's need not look at it.
+
+    And the text is read once.
+    """
     import torchtitan.train  # noqa: F401
 
     import stateflow.titan.verify  # noqa: F401
+    from stateflow.titan import data
 
+    data.load_corpus = functools.cache(data.load_corpus)
     gc.collect()
     gc.freeze()
 
@@ -81,11 +92,28 @@ def _enter(rank: int, world_size: int, port: int) -> None:
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def _without_sleep():
+    """At the end of a training rank 0 sleeps two seconds, so that the others end before it. Here they wait for all."""
+    import torchtitan.train
+
+    with mock.patch.object(torchtitan.train, "time", mock.Mock(wraps=time, sleep=lambda _: None)):
+        yield
+    dist.barrier()
+
+
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     torch._dynamo.reset()
     gc.collect()
+
+
+def forget_meshes(rank: int, group) -> None:
+    """Torch keeps how an operation is sharded, by mesh and with its process groups."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def train(rank: int, group, *, world_size: int, port: int, args: list[str]) -> Run:
@@ -106,7 +134,8 @@ def train(rank: int, group, *, world_size: int, port: int, args: list[str]) -> R
         if "--metrics.enable_tensorboard" not in args:
             trainer.metrics_processor.log = log
             trainer.metrics_processor.log_validation = log_validation
-        trainer.train()
+        with _without_sleep():
+            trainer.train()
         trainer.close()
     finally:
         _leave()
@@ -143,8 +172,6 @@ def look_inside(rank: int, group, *, world_size: int, port: int, args: list[str]
 
 def verify_with_fault(rank: int, group, *, fault: str, **kwargs):
     """`verify` with one sum over the ranks left out."""
-    from unittest import mock
-
     from stateflow.layers import Mamba3Dynamics
     from stateflow.titan import tensor_parallel
 
@@ -188,8 +215,6 @@ def verify(
 
 def dtypes(rank: int, group, *, world_size: int, port: int, args: list[str]) -> dict[str, list[str]]:
     """The dtypes that one training step of this rank computes in, keeps and optimises, by what they belong to."""
-    from unittest import mock
-
     from torchtitan.train import Trainer
 
     from stateflow.layers import DecayGate, Mamba3

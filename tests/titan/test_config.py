@@ -109,6 +109,7 @@ WRONG_TYPES = {
     "sequence_parallel_norms": "yes",
     "mixed_precision_alone": "yes",
     "cuda_graphs": 1,
+    "exact_order": "no",
     "tokenizer": 7,
     "kernels": ["auto"],
     "weight_lag": True,

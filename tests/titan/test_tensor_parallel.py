@@ -25,9 +25,14 @@ FIVE_KV_HEADS = [
 ]  # fmt: skip
 EVEN_CHUNKS = ["--stateflow.num-chunks=None", "--stateflow.chunk-lengths", "2", "60", "4", "30"]
 MAMBA3 = "--stateflow.model.pattern=mamba3,mamba3,mamba3,attention"
+BESIDE = "--stateflow.overlap-projections=on"
 FULL = "--activation_checkpoint.mode=full"
 SELECTIVE = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
-COMPILE = ["--compile.enable", "--compile.components=model", "--compile.backend=aot_eager"]
+# One layer of each kind: what layers of one kind share is tested in tests/pipeline/test_compile.py.
+COMPILE = [
+    "--compile.enable", "--compile.components=model", "--compile.backend=aot_eager", "--stateflow.model.num-layers=2",
+    "--stateflow.model.pattern=gdn,attention",
+]  # fmt: skip
 
 VERIFIED = {
     "TP2": (2, [PP1, TP2]),
@@ -47,9 +52,9 @@ VERIFIED = {
     "FSDP2 x TP2": (4, [PP1, TP2, FSDP2]),
     "PP2 x TP2, Mamba-3": (4, [PP2, TP2, MAMBA3]),
     "PP2 x TP2, Mamba-3, sequence parallel norms, full recomputation": (
-        4, [PP2, TP2, MAMBA3, SP, *EVEN_CHUNKS, FULL],
+        4, [PP2, TP2, MAMBA3, BESIDE, SP, *EVEN_CHUNKS, FULL],
     ),
-    "FSDP2 x TP2, Mamba-3": (4, [PP1, TP2, FSDP2, MAMBA3]),
+    "FSDP2 x TP2, Mamba-3": (4, [PP1, TP2, FSDP2, MAMBA3, BESIDE]),
     "PP2 x TP2, key heads of both ranks": (4, [PP2, TP2, *FIVE_KV_HEADS]),
     "TP4, fewer key heads than ranks, and some of two ranks": (
         4, [PP1, "--parallelism.tensor_parallel_degree=4", "--stateflow.model.num-heads=3",
@@ -104,8 +109,15 @@ def test_pipeline_tensor_and_data_parallel_together(eight, args):
         assert difference <= 1e-10, (name, difference)
 
 
-@pytest.mark.parametrize("options", [[], [SP, *FIVE_KV_HEADS]], ids=["plain", "all options"])
-@pytest.mark.parametrize("other", [PP2, FSDP2], ids=["PP2xTP2", "FSDP2xTP2"])
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [
+        pytest.param(PP2, [], id="PP2xTP2-plain"),
+        pytest.param(FSDP2, [SP, *FIVE_KV_HEADS], id="FSDP2xTP2-all options"),
+        pytest.param(PP2, [SP, *FIVE_KV_HEADS], id="PP2xTP2-all options", marks=nightly),
+        pytest.param(FSDP2, [], id="FSDP2xTP2-plain", marks=nightly),
+    ],
+)
 def test_compiled_blocks(titan, other, options):
     layout = [other] if other == PP2 else [PP1, other]
     for difference, name in titan.verify(4, TP2, *layout, *options, *COMPILE, dtype="float32", steps=1):

@@ -117,15 +117,17 @@ def test_verify_notices_each_planted_fault(titan, fault):
 
 
 recomputes_compiled = pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused before torch 2.13")
+# One of each kind: what layers of one kind share is tested in tests/pipeline/test_compile.py.
+TWO_LAYERS = ["--stateflow.model.num-layers=2", "--stateflow.model.pattern=gdn,attention"]
 SPLIT = ["--stateflow.policy=mepipe", "--activation_checkpoint.mode=full", *SPREAD]
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param([PP2], id="PP2"),
-        pytest.param([PP2, FSDP2], id="PP2xFSDP2"),
-        pytest.param([PP2, FSDP2, MAMBA3], id="mamba3"),
+        pytest.param([PP2, *TWO_LAYERS], id="PP2"),
+        pytest.param([PP2, FSDP2, *TWO_LAYERS], id="PP2xFSDP2"),
+        pytest.param([PP2, FSDP2, *TWO_LAYERS, "--stateflow.model.pattern=mamba3,attention"], id="mamba3"),
         pytest.param([PP2, *SPLIT], id="split, recomputed", marks=[nightly, recomputes_compiled]),
     ],
 )

@@ -14,10 +14,11 @@ import torch
 from stateflow.bench.contestants import OURS, Absent, Contestant, Subject, import_from, serial, with_choice
 from stateflow.planning.kernel_launches import EPS, Launches, random_inputs
 from stateflow.recurrence.self_check import BOUNDS_16_BITS, NAMES
-from stateflow_kernels.gated_delta_rule import Tile
+from stateflow_kernels.gated_delta_rule import CHUNK, Tile
 from stateflow_kernels.plan_table import Shape, to_json
+from stateflow_kernels.waves import walk_segments
 
-DEFAULT, SERIAL_64 = "ours, default plan", "ours, serial BV 64"
+DEFAULT, SERIAL_64, ANY_ORDER = "ours, default plan", "ours, serial BV 64", "ours, any order"
 BLOCKS_V = (16, 32, 64)
 COMPILE_SECONDS = 150.0
 
@@ -104,8 +105,9 @@ def _ours(shape: Shape, device: torch.device) -> list[Contestant]:
     from stateflow.recurrence import gated_delta_rule
     from stateflow_kernels import plans
 
-    def call(q, k, v, g, beta, state):
-        return gated_delta_rule(q, k, v, g, beta, state, backend="triton", use_qk_l2norm_in_kernel=True)
+    def call(*inputs, exact_order: bool = True):
+        options = dict(backend="triton", use_qk_l2norm_in_kernel=True, exact_order=exact_order)
+        return gated_delta_rule(*inputs, **options)
 
     ours = with_choice(Contestant(OURS, call), shape, device)
     default = plans.fallback_plan(device, getattr(torch, shape.dtype), shape.k_dim, shape.v_dim)
@@ -113,11 +115,14 @@ def _ours(shape: Shape, device: torch.device) -> list[Contestant]:
     wide = replace(default, **{name: Tile(64, 4, 2) for name in walks}, overlap_backward=False)
 
     wider = "the default with BV 64 in ST and STB"
+    segments = walk_segments(-(-shape.tokens // CHUNK), shape.batch * shape.num_heads, shape.k_dim, shape.v_dim)
+    in_segments = Contestant(ANY_ORDER, partial(call, exact_order=False))
     return [
         ours,
         serial(ours),
         replace(ours, name=DEFAULT, plan=default, plan_source="default", tuned=False),
         replace(ours, name=SERIAL_64, plan=wide, plan_source=wider, tuned=False),
+        *([with_choice(in_segments, replace(shape, segments=segments), device)] if segments > 1 else []),
     ]
 
 

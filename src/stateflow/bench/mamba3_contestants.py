@@ -129,6 +129,12 @@ class Mamba3(Subject):
         if checked_plan(problem, contestant.plan) != contestant.plan:
             raise ValueError("the kernels' self-check failed with this plan")
 
+    def regions(self, shape, device):
+        """Those of a layer around the operation; none where the kernels do not run."""
+        from stateflow.bench import mamba3_regions
+
+        return mamba3_regions.regions(shape, device) if backend_for(shape, device) == "triton" else []
+
     def get_ready(self, group, shapes, device, work, turns):
         if group == OFFICIAL:
             official_mamba3.compile_at_once(shapes[0], work)

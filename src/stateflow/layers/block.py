@@ -37,7 +37,6 @@ class Block(nn.Module):
 
     def up_to_last(self, x_BTD: Tensor, state: State, docs: Tensor | None) -> tuple[Tensor, Tensor, State]:
         """All but the last projection w2: what is added to its output, its input, and the update of the state."""
-        operands, side, first = self.mixer.pre(self.mixer_norm(x_BTD), state, docs)
-        mixed_BTHV, rest = self.mixer.core(operands, state, docs)
-        x_BTD = x_BTD + self.mixer.out(mixed_BTHV, side)
-        return x_BTD, self.feed_forward.hidden(self.ffn_norm(x_BTD)), first + rest
+        mixed_BTD, update = self.mixer.update(self.mixer_norm(x_BTD), state, docs)
+        x_BTD = x_BTD + mixed_BTD
+        return x_BTD, self.feed_forward.hidden(self.ffn_norm(x_BTD)), update

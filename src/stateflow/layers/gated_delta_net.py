@@ -75,6 +75,7 @@ class GatedDeltaNet(Mixer):
         norm_eps: of the output norm.
         chunk_size: tokens that the recurrence solves at once.
         backend: "auto", "triton", "chunk" or "reference", see `stateflow.recurrence.backends`.
+        exact_order: see `gated_delta_rule`.
 
     State, all carried in at least float32: the last W-1 inputs of each convolution, `recurrent` [H_v, K, V].
     """
@@ -108,6 +109,7 @@ class GatedDeltaNet(Mixer):
         norm_eps: float = 1e-6,
         chunk_size: int = 64,
         backend: str = "auto",
+        exact_order: bool = True,
     ):
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
@@ -119,7 +121,7 @@ class GatedDeltaNet(Mixer):
         self.num_v_heads, self.groups = num_v_heads, HeadGroups.whole(num_v_heads, num_heads)
         self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
         self.conv_size, self.allow_neg_eigval = conv_size, allow_neg_eigval
-        self.chunk_size, self.backend = chunk_size, backend
+        self.chunk_size, self.backend, self.exact_order = chunk_size, backend, exact_order
         key_dim, value_dim = num_heads * head_k_dim, num_v_heads * head_v_dim
         self.q_proj = nn.Linear(dim, key_dim, bias=False)
         self.k_proj = nn.Linear(dim, key_dim, bias=False)
@@ -191,6 +193,7 @@ class GatedDeltaNet(Mixer):
             chunk_size=self.chunk_size,
             backend=self.backend,
             use_qk_l2norm_in_kernel=True,
+            exact_order=self.exact_order,
         )
         return o_BTHV, (recurrent,)
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..projections import project
 from ..recurrence import mamba3
 from ..recurrence.numerics import at_least_float32
-from . import initialize
+from . import initialize, mamba3_overlap
 from .initialize import Initializer
 from .mixer import Mixer, State, StateSpec
 
@@ -53,6 +53,7 @@ class Mamba3(Mixer):
         A_floor: least size of A.
         chunk_size: tokens that the recurrence computes at once.
         backend: "auto", "triton", "chunk" or "reference", see `stateflow.recurrence.backends`.
+        overlap_projections: "on", "off", or "auto" where the kernels' plan says that it pays, see `mamba3_overlap`.
 
     State, all carried in at least float32: `theta` [H, R], `recurrent` [H, N, P], and k and v of the last token,
     `k_last` [H, N] and `v_last` [H, P].
@@ -103,8 +104,12 @@ class Mamba3(Mixer):
         A_floor: float = 1e-4,
         chunk_size: int = 64,
         backend: str = "auto",
+        overlap_projections: str = "auto",
     ):
         super().__init__()
+        if overlap_projections not in mamba3_overlap.MODES:
+            modes = ", ".join(map(repr, mamba3_overlap.MODES))
+            raise ValueError(f"unknown overlap_projections {overlap_projections!r}: use one of {modes}")
         if not 1 <= num_angles <= state_dim // 2:
             raise ValueError(
                 f"num_angles = {num_angles} must be from 1 to half of state_dim = {state_dim}: "
@@ -113,7 +118,7 @@ class Mamba3(Mixer):
         self.num_heads, self.head_dim = num_heads, head_dim
         self.state_dim, self.num_angles = state_dim, num_angles
         self.norm_eps, self.A_floor = norm_eps, A_floor
-        self.chunk_size, self.backend = chunk_size, backend
+        self.chunk_size, self.backend, self.overlap_projections = chunk_size, backend, overlap_projections
         inner = num_heads * head_dim
         self.z_proj = nn.Linear(dim, inner, bias=False)
         self.x_proj = nn.Linear(dim, inner, bias=False)
@@ -147,18 +152,25 @@ class Mamba3(Mixer):
             StateSpec("v_last", (self.num_heads, self.head_dim), carried, "carry"),
         )
 
+    def projections(self) -> list[nn.Linear]:
+        """Of the input."""
+        return [getattr(self, f"{name}_proj") for name in self._PROJECTIONS]
+
+    def parameters_of_core(self) -> State:
+        """In the order in which the recurrence takes them."""
+        of = self.dynamics
+        return of.dt_bias, of.B_norm, of.C_norm, of.B_bias, of.C_bias, of.D
+
     def pre(self, x_BTD: Tensor, state: State, docs: Tensor | None) -> tuple[State, State, State]:
-        z, x, *shared_and_gates = project(x_BTD, *(getattr(self, f"{name}_proj") for name in self._PROJECTIONS))
+        z, x, *shared_and_gates = project(x_BTD, *self.projections())
         # -1 for the heads: under tensor parallelism a rank has only its own.
         z_BTHP, x_BTHP = (y.unflatten(-1, (-1, self.head_dim)) for y in (z, x))
         return (x_BTHP, z_BTHP, *shared_and_gates), (), ()
 
     def core(self, operands: State, state: State, docs: Tensor | None) -> tuple[Tensor, State]:
-        of = self.dynamics
-        parameters = (of.dt_bias, of.B_norm, of.C_norm, of.B_bias, of.C_bias, of.D)
         y_BTHP, *carried = mamba3(
             *operands,
-            *parameters,
+            *self.parameters_of_core(),
             *state,
             docs,
             norm_eps=self.norm_eps,
@@ -170,6 +182,12 @@ class Mamba3(Mixer):
 
     def out(self, mixed_BTHV: Tensor, side: State) -> Tensor:
         return self.out_proj(mixed_BTHV.flatten(2))
+
+    def update(self, x_BTD: Tensor, state: State, docs: Tensor | None) -> tuple[Tensor, State]:
+        at_once = mamba3_overlap.wanted(self, x_BTD)
+        if at_once is None:
+            return super().update(x_BTD, state, docs)
+        return mamba3_overlap.update(self, x_BTD, state, docs, at_once)
 
     @classmethod
     def to_official(cls, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,8 +11,10 @@ from functools import cached_property
 
 import torch
 
+from stateflow.bench import mamba3_regions
 from stateflow.bench.measure import Call, Timing, Turns, misses, relative_l2, time_call
 from stateflow.planning import kernel_launches, mamba3_launches
+from stateflow_kernels import plans
 from stateflow_kernels.gated_delta_rule import Tile
 from stateflow_kernels.plan_table import Shape
 
@@ -27,6 +29,7 @@ COMPILE_TOKENS = 130
 MOST_WORKERS = 32
 RUNS = 11
 AHEAD_MS = 2.0  # longer than the launches of a call take: which plan is better must not depend on the host
+LAYER_AHEAD_MS = 5.0
 
 
 def default_workers() -> int:
@@ -67,6 +70,7 @@ class KernelBench:
     def prepare(self, shape: Shape, plan) -> None:
         self._launches = self._call = None  # frees the last shape's buffers first
         torch.cuda.empty_cache()
+        self._shape = shape
         self._launches = self.module.Launches(shape, shape.tokens, self.device, fill=plan)
         self._call = self.module.Call(shape, shape.tokens, self.device)
 
@@ -84,6 +88,14 @@ class KernelBench:
     def time_backward(self, plan) -> Timing:
         outputs = self._call.forward(plan)
         return self._time(lambda: self._call.backward(plan, outputs), AHEAD_MS)
+
+    def time_layer(self, plan, dim: int) -> tuple[Timing, Timing]:
+        self._launches = self._call = None
+        layer = mamba3_regions.Layer(self._shape, self.device, dim)
+        with plans.using(plan):
+            forward = self._time(lambda: layer.forward_alone("auto"), LAYER_AHEAD_MS)
+            outputs = layer.forward("auto")
+            return forward, self._time(lambda: layer.backward(outputs), LAYER_AHEAD_MS)
 
 
 def _last_line(error: Exception) -> str:

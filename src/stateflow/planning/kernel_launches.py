@@ -22,6 +22,7 @@ from stateflow_kernels import gated_delta, gated_delta_backward, hopper
 from stateflow_kernels import gated_delta_rule as kernels
 from stateflow_kernels.gated_delta_rule import CHUNK, Plan, Tile, _Prepared, _Problem
 from stateflow_kernels.plan_table import Shape
+from stateflow_kernels.waves import walk_segments
 
 EPS = 1e-6
 # In the order in which each has what it reads.
@@ -93,7 +94,10 @@ class Launches:
     def __init__(self, shape: Shape, num_tokens: int, device: torch.device, fill: Plan | None = None):
         (q, k, v, g, beta, state), (grad_o, grad_state) = random_inputs(shape, num_tokens, device)
         scale = shape.k_dim**-0.5
-        problem = _Problem(q, v, None, scale, EPS)
+        problem = _Problem(q, v, None, scale, EPS, shape.segments)
+        starts, maps, ends = problem.segment_states(), problem.segment_maps(), problem.segment_states()
+        in_segments = shape.segments > 1
+        state_in = starts if in_segments else state
         whole = range(problem.num_chunks)
         prepared = _Prepared(problem)
         v_new, states = problem.tiles(shape.v_dim), problem.states()
@@ -115,18 +119,26 @@ class Launches:
             """Pre where T is given."""
             _Prepared(problem, prepared.solve).run(problem, tile, whole, q, k, g, beta, scores)
 
+        def transition(tile: Tile) -> None:
+            """In segments with their maps, which have the same tile."""
+            if in_segments:
+                problem.fill_starts(tile, prepared, k, v, state, starts, maps)
+            problem.transition(tile, whole, prepared, k, v, state_in, states, v_new, state_out)
+
         def transition_backward(tile: Tile) -> None:
             given = scores if hopper.runs(problem, tile, q, k, grad_o) else None
-            outputs = (grad_state, grad_solved, grad_states, grad_state_in)
+            if in_segments:
+                problem.fill_ends(tile, prepared, q, k, grad_o, given, grad_solved, grad_state, ends, maps)
+            outputs = (ends if in_segments else grad_state, grad_solved, grad_states, grad_state_in)
             problem.transition_backward(tile, whole, prepared, q, k, grad_o, given, *outputs)
 
         def transition_out(tile: Tile) -> None:
             """ST and Out in one, where that runs; else ST."""
             if hopper.runs(problem, tile, q, k, v):
-                args = (prepared.solve, scores, prepared.factors, q, k, v, state, o, state_out)
+                args = (prepared.solve, scores, prepared.factors, q, k, v, state_in, o, state_out)
                 hopper.transition_out(problem, tile, whole, *args)
             else:
-                problem.transition(tile, whole, prepared, k, v, state, states, v_new, state_out)
+                problem.transition(tile, whole, prepared, k, v, state_in, states, v_new, state_out)
 
         def per_chunk(kernel, args: tuple, tile: Tile) -> None:
             problem.per_chunk(kernel, tile, whole, *args)
@@ -134,7 +146,7 @@ class Launches:
         numbers = (problem.scale, problem.eps)
         self.by_name: dict[str, Callable[[Tile], None]] = {
             "pre": pre,
-            "transition": lambda tile: problem.transition(tile, whole, prepared, k, v, state, states, v_new, state_out),
+            "transition": transition,
             "transition_out": transition_out,
             "out": partial(per_chunk, gated_delta.out_kernel, (q, k, docs, states, v_new, *factors, o, *numbers)),
             "out_backward": partial(
@@ -235,6 +247,8 @@ def time_all(shape: Shape, say=print) -> None:
     forward = measure(lambda: call.forward(plan), 2.0)
     backward = measure(lambda: call.backward(plan, outputs), 2.0)
     say(f"  forward {forward:.3f} ms, backward {backward:.3f} ms, both {forward + backward:.3f} ms")
+    if shape.segments > 1:
+        return
     for name, variant in _forward_variants(plan).items():
         ms = measure(lambda variant=variant: call.forward(variant), 2.0)
         say(f"  forward with {name}: {ms:.3f} ms, {verdict(variant)}")
@@ -249,10 +263,13 @@ def main(arguments: list[str]) -> int:
     for name in ("k-dim", "v-dim"):
         parser.add_argument(f"--{name}", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--any-order", action="store_true", help="in segments, where that is used")
     options = parser.parse_args(arguments)
     for text in options.shapes:
         heads, tokens = map(int, text.split("x"))
-        time_all(Shape("gated_delta_rule", heads, heads, options.k_dim, options.v_dim, options.dtype, 1, tokens))
+        sizes = (options.k_dim, options.v_dim)
+        segments = walk_segments(-(-tokens // CHUNK), heads, *sizes) if options.any_order else 1
+        time_all(Shape("gated_delta_rule", heads, heads, *sizes, options.dtype, 1, tokens, segments=segments))
     return 0
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stateflow_kernels.gated_delta_rule import CHUNK
 from stateflow_kernels.plan_table import Shape, bucket_of
+from stateflow_kernels.waves import walk_segments
 
 FAMILY, MAMBA3 = "gated_delta_rule", "mamba3"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -19,10 +21,12 @@ def explicit_shapes(
     batch: int = 1,
     key_heads: int | None = None,
     num_angles: int | None = None,
+    exact_order: bool = True,
 ) -> list[Shape]:
     """Every count of heads with every bucket of tokens.
 
-    With `num_angles` those of Mamba-3, with N = k_dim and P = v_dim; else of the gated delta rule.
+    With `num_angles` those of Mamba-3, with N = k_dim and P = v_dim; else of the gated delta rule, and without
+    `exact_order` in segments where that is faster.
 
     Raises:
         ValueError: a size that the kernels do not take.
@@ -54,7 +58,9 @@ def explicit_shapes(
         shared = count if key_heads is None else key_heads
         if shared < 1 or count % shared:
             raise ValueError(f"{count} heads are no multiple of {shared} key heads; leave --key-heads out")
-        shapes += [Shape(FAMILY, count, shared, k_dim, v_dim, dtype, batch, n) for n in buckets]
+        for n in buckets:
+            segments = 1 if exact_order else walk_segments(-(-n // CHUNK), batch * count, k_dim, v_dim)
+            shapes.append(Shape(FAMILY, count, shared, k_dim, v_dim, dtype, batch, n, segments=segments))
     return shapes
 
 
@@ -86,7 +92,10 @@ def config_shapes(config) -> list[Shape]:
         heads = sum(local.sizes)
         # Where ranks share a key head unevenly, each expands its part to its own heads.
         key_heads = len(local.sizes) if local.are_equal() else heads
-        shapes += explicit_shapes([heads], lengths, model.head_k_dim, model.head_v_dim, dtype, batch, key_heads)
+        sizes = (model.head_k_dim, model.head_v_dim)
+        shapes += explicit_shapes(
+            [heads], lengths, *sizes, dtype, batch, key_heads, exact_order=config.stateflow.exact_order
+        )
     if "mamba3" in kinds:
         heads = model.num_mamba_heads // p.tensor_parallel_degree
         sizes = (model.mamba_state_dim, model.mamba_head_dim)

@@ -4,6 +4,8 @@ For each shape: every kernel alone, over its candidates; then what runs beside w
 and backward by themselves. A candidate is compared with float64 before it is timed. What does not win by more than
 the noise stays as it is in the default plan.
 
+A Mamba-3 layer may put its projections beside the kernels: that is timed on a whole layer, of the model's width.
+
 Most of the time goes into compiling, so worker processes do that first, all for one head count at once; the lengths
 of sequences do not matter to it.
 """
@@ -40,6 +42,9 @@ _WALK_OUT = tuple((v, 4, stages, True) for v, stages in ((32, 3), (32, 2), (16, 
 _WALK_BACK = ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2))
 _WALK_BACK += tuple((v, 4, stages, True) for v, stages in ((32, 3), (32, 2), (16, 4), (16, 2)))
 
+# Of walks in segments, whose programs are enough without narrow blocks.
+_WALK_IN_SEGMENTS = tuple((*sizes, True) for sizes in ((64, 4, 2), (64, 8, 2), (32, 4, 3), (32, 4, 2)))
+
 CUTS = ((0.5,), (0.33, 0.66), (0.25, 0.6))
 # Without anything beside it, a cut only costs.
 BACKWARDS = tuple(dict(overlap_backward=True, backward_cuts=cuts) for cuts in ((), (0.5,), (0.33,), (0.33, 0.66)))
@@ -66,6 +71,7 @@ class Family:
         walks: the kernels that go through the chunks in order, of the forward and of the backward.
         backwards: what may run beside what in the backward.
         walk_out: the kernel that is walk and outputs of the forward in one, if there is one.
+        has_layer: whether a layer may put its projections beside the kernels, and the bench can time one.
     """
 
     kernels: tuple[str, ...]
@@ -73,6 +79,7 @@ class Family:
     walks: tuple[str, str]
     backwards: tuple[dict, ...]
     walk_out: str | None = None
+    has_layer: bool = False
 
 
 def _gated_delta_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
@@ -90,7 +97,11 @@ FAMILIES = {
         KERNELS, _gated_delta_candidates, ("transition", "transition_backward"), BACKWARDS, "transition_out"
     ),
     "mamba3": Family(
-        mamba3_launches.KERNELS, _mamba3_candidates, ("scan", "scan_backward"), (dict(overlap_backward=True),)
+        mamba3_launches.KERNELS,
+        _mamba3_candidates,
+        ("scan", "scan_backward"),
+        (dict(overlap_backward=True),),
+        has_layer=True,
     ),
 }
 
@@ -98,7 +109,8 @@ FAMILIES = {
 def candidate_tiles(kernel: str, shape: Shape, default: Tile) -> list[Tile]:
     """The default first, then those worth a try for heads of this width."""
     found = [default]
-    for columns, *launch in FAMILIES[shape.family].candidates(kernel):
+    in_segments = shape.segments > 1 and kernel.startswith("transition")
+    for columns, *launch in _WALK_IN_SEGMENTS if in_segments else FAMILIES[shape.family].candidates(kernel):
         widest = max(16, 1 << (shape.v_dim - 1).bit_length())
         if columns <= widest:
             found.append(Tile(columns or default.block_v, *launch))
@@ -123,6 +135,9 @@ class Bench(Protocol):
 
     def time_backward(self, plan: AnyPlan) -> Timing: ...
 
+    def time_layer(self, plan: AnyPlan, dim: int) -> tuple[Timing, Timing]:
+        """Forward and backward of a whole layer of a model of width `dim`; asked last for a shape."""
+
 
 class OutOfTime(Exception):
     pass
@@ -137,6 +152,7 @@ class Search:
     say: Say = print
     clock: Callable[[], float] = time.monotonic
     deadline: float = float("inf")
+    dim: int | None = None
 
     def __post_init__(self) -> None:
         self.verdicts: dict[AnyPlan, str | None] = {}
@@ -183,7 +199,8 @@ class Search:
         except OutOfTime:
             evidence["complete"] = False
             self.say("  the time is over: the rest stays at the default")
-        return self._entry(shape, plan, evidence)
+        entry = self._entry(shape, plan, evidence)
+        return self._with_projections(entry) if FAMILIES[shape.family].has_layer else entry
 
     def _in_time(self) -> None:
         if self.clock() >= self.deadline:
@@ -209,6 +226,9 @@ class Search:
         """Forward and backward by themselves: each with what runs beside what, and the tiles of its walk for that."""
         walk, walk_back = family.walks
         serial = replace(serial, overlap_backward=False)  # the default for Hopper is not
+        if getattr(serial, "num_segments", 1) > 1:  # in the place of the cuts
+            beside = [{"overlap_backward": True, walk_back: tile} for tile in fastest[walk_back][:BESIDE]]
+            return self._options("backward", serial, beside, self.bench.time_backward)
         forward = [{"cuts": cuts, walk: tile} for cuts in CUTS for tile in fastest[walk][:BESIDE]]
         plan = self._options("forward", serial, forward, self.bench.time_forward)
         if family.walk_out is not None and getattr(self.default, family.walk_out).specialized:
@@ -279,6 +299,25 @@ class Search:
         return Entry(shape, plan, evidence)
 
 
+    def _with_projections(self, entry: Entry) -> Entry:
+        """Whether the layer's projections run beside the kernels, which changes no bit: forward and backward alone."""
+        if self.clock() >= self.deadline:
+            return entry
+        shape = entry.shape
+        dim = shape.num_heads * shape.v_dim // 2 if self.dim is None else self.dim
+        beside = dict(overlap_projections=True, overlap_projections_backward=True)
+        serial = self.bench.time_layer(entry.plan, dim)
+        at_once = self.bench.time_layer(replace(entry.plan, **beside), dim)
+        pays = [mine.beats(its) for mine, its in zip(at_once, serial, strict=True)]
+        self.say(
+            f"  layer of width {dim}: {_sum(serial)} ms, with projections beside the kernels {_sum(at_once)} ms "
+            f"(pays: forward {pays[0]}, backward {pays[1]})"
+        )
+        times = {name: [round(t.median, 4) for t in ts] for name, ts in (("serial", serial), ("at_once", at_once))}
+        evidence = entry.evidence | {"layer_ms": {"dim": dim, **times}}
+        return replace(entry, plan=replace(entry.plan, **dict(zip(beside, pays, strict=True))), evidence=evidence)
+
+
 def _sum(timings: Sequence[Timing]) -> str:
     return " + ".join(f"{timing.median:.3f}" for timing in timings)
 
@@ -304,17 +343,19 @@ def tune(
     seconds: float,
     say: Say = print,
     clock: Callable[[], float] = time.monotonic,
+    dim: int | None = None,
 ) -> list[Entry]:
     """Tunes all shapes within about `seconds`, writing each entry as soon as it is there.
 
     The time that is left is shared evenly among the groups of shapes that are left, then among a group's shapes.
+    `dim` is the width of the model; None: that of an official Mamba-3 module with so many heads.
     """
     end = clock() + seconds
     entries, groups = [], groups_of(shapes)
     for i, group in enumerate(groups):
         stop = clock() + (end - clock()) / (len(groups) - i)
         say(f"{group[0].num_heads} heads, {group[0].k_dim} x {group[0].v_dim}, {group[0].dtype}: compiling")
-        search = Search(make_bench(group[0]), default_for(group[0]), say, clock, stop)
+        search = Search(make_bench(group[0]), default_for(group[0]), say, clock, stop, dim)
         usable = search.compile(group[0])
         for j, shape in enumerate(group):
             search.deadline = clock() + (stop - clock()) / (len(group) - j)
@@ -324,7 +365,13 @@ def tune(
     return entries
 
 
-def run(shapes: Sequence[Shape], out: Path | None, seconds: float | None, turns: Turns | None = None) -> int:
+def run(
+    shapes: Sequence[Shape],
+    out: Path | None,
+    seconds: float | None,
+    turns: Turns | None = None,
+    dim: int | None = None,
+) -> int:
     """The command: tunes on the current GPU and prints what was found.
 
     Raises:
@@ -345,7 +392,8 @@ def run(shapes: Sequence[Shape], out: Path | None, seconds: float | None, turns:
 
     def default_for(shape: Shape) -> AnyPlan:
         dtype = getattr(torch, shape.dtype)
-        return plans.fallback_plan(device, dtype, shape.k_dim, shape.v_dim, shape.family)
+        plan = plans.fallback_plan(device, dtype, shape.k_dim, shape.v_dim, shape.family)
+        return plan if shape.segments == 1 else plans.in_segments(plan, shape.segments, shape.v_dim)
 
     if seconds is None:
         seconds = SECONDS_A_GROUP * len(groups_of(shapes)) + SECONDS_A_SHAPE * len(shapes)
@@ -354,6 +402,6 @@ def run(shapes: Sequence[Shape], out: Path | None, seconds: float | None, turns:
     def make_bench(shape: Shape) -> Bench:
         return KernelBench(shape, device, turns or Turns(None))
 
-    tune(shapes, make_bench, default_for, environment, path, seconds)
+    tune(shapes, make_bench, default_for, environment, path, seconds, dim=dim)
     print(f"written: {path}")
     return 0

@@ -20,7 +20,8 @@ from stateflow.model import ModelConfig
 
 VERSION = 1
 # Fields that change neither the cost of a chunk nor the tensors that exist.
-_NOT_SHAPE = {"init_std", "init_seed", "backend", "rope_theta", "rope_reset", "norm_eps", "attn_type", "pattern"}
+_NOT_SHAPE = {"init_std", "init_seed", "backend", "exact_order", "rope_theta", "rope_reset", "norm_eps", "attn_type"}
+_NOT_SHAPE |= {"pattern"}
 
 
 def model_digest(config: ModelConfig) -> str:

@@ -283,6 +283,13 @@ def _kernel_misfit(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> str | No
     return kernel_size_misfit(q.shape[-1], v.shape[-1], q.dtype)
 
 
+def _num_segments(q: Tensor, v: Tensor) -> int:
+    from stateflow_kernels.waves import walk_segments
+
+    batch, num_tokens, num_heads, v_dim = v.shape
+    return walk_segments(-(-num_tokens // KERNEL_CHUNK), batch * num_heads, q.shape[3], v_dim)
+
+
 def kernel_size_misfit(k_dim: int, v_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why the Triton kernels cannot take heads of these sizes; None if they can."""
     if dtype == torch.float32 and k_dim > 128:
@@ -308,6 +315,7 @@ def gated_delta_rule(
     backend: str = "auto",
     use_qk_l2norm_in_kernel: bool = False,
     l2norm_eps: float = 1e-6,
+    exact_order: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T,  o_t = scale S_t^T q_t.
 
@@ -325,6 +333,8 @@ def gated_delta_rule(
             multiples of 8 from 16 to 256.
         use_qk_l2norm_in_kernel: replace q and k by x / sqrt(sum x^2 + l2norm_eps); the kernels do so without
             storing a copy.
+        exact_order: False lets the kernels go through a long sequence of few heads in segments at once, whose sums
+            have another order: then cuts at multiples of chunk_size agree to rounding only.
 
     Returns:
         o_BTHV in v's dtype, and the state after the last token in the dtype of `state_BHKV`. Both are
@@ -344,7 +354,8 @@ def gated_delta_rule(
         # The kernels return gradients of gates in float32; the cast gives them their type back.
         inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH.float(), state_BHKV, doc_start_BT)
         eps = float(l2norm_eps) if use_qk_l2norm_in_kernel else None
-        return torch.ops.stateflow.gated_delta_rule_triton(*inputs, float(scale), eps)[:2]
+        num_segments = 1 if exact_order else _num_segments(q_BTHK, v_BTHV)
+        return torch.ops.stateflow.gated_delta_rule_triton(*inputs, float(scale), eps, num_segments)[:2]
     if use_qk_l2norm_in_kernel:
         q_BTHK, k_BTHK = (l2_normalize(x, l2norm_eps) for x in (q_BTHK, k_BTHK))
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT)

@@ -130,10 +130,27 @@ def _plan(inputs: Inputs, doc_start_BT: Tensor | None):
     return _chosen[key]
 
 
-def _choose_plan(inputs: Inputs, has_docs: bool):
+def planned(x_shape: torch.Size, n_dim: int, num_angles: int, dtype: torch.dtype, device: torch.device):
+    """The plan of the tables, before any check; x is [B, T, H, P]."""
     from stateflow_kernels.plans import plan_for
 
-    batch, num_tokens, num_heads, p_dim = inputs.x.shape
+    batch, num_tokens, num_heads, p_dim = x_shape
+    return plan_for(
+        "mamba3",
+        device=device,
+        dtype=dtype,
+        batch=batch,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_key_heads=1,
+        k_dim=n_dim,
+        v_dim=p_dim,
+        num_angles=num_angles,
+    )
+
+
+def _choose_plan(inputs: Inputs, has_docs: bool):
+    batch, _, num_heads, p_dim = inputs.x.shape
     problem = Problem(
         device=inputs.x.device,
         dtype=inputs.x.dtype,
@@ -145,18 +162,7 @@ def _choose_plan(inputs: Inputs, has_docs: bool):
         has_docs=has_docs,
         batch=batch,
     )
-    plan = plan_for(
-        "mamba3",
-        device=problem.device,
-        dtype=problem.dtype,
-        batch=batch,
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        num_key_heads=1,
-        k_dim=problem.n_dim,
-        v_dim=p_dim,
-        num_angles=problem.num_angles,
-    )
+    plan = planned(inputs.x.shape, problem.n_dim, problem.num_angles, problem.dtype, problem.device)
     return self_check.checked_plan(problem, plan)
 
 
@@ -165,17 +171,41 @@ def _on_device(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def _forward(*args) -> tuple[Tensor, ...]:
-    inputs, (doc_start_BT, norm_eps, A_floor, chunk_size) = Inputs(*args[:-4]), args[-4:]
+def chunk_form(inputs: Inputs, *options, beside=None) -> tuple[Tensor, ...]:
+    """What is to run beside the kernels, then the chunk form, which has no place for it."""
+    if beside is not None:
+        beside.gates()
+        beside.scan()
+    return _chunk_form(*inputs, *options)
+
+
+def chunk_form_backward(grads: tuple[Tensor, ...], inputs: Inputs, *options, beside=None) -> Inputs:
+    if beside is not None:
+        beside.gates()
+        beside.meanwhile()
+    results = Inputs(*_chunk_form_backward(*grads, *inputs, *options))
+    if beside is not None:
+        beside.finish(results.x, results.z)
+    return results
+
+
+def forward(
+    inputs: Inputs, doc_start_BT: Tensor | None, norm_eps: float, A_floor: float, chunk_size: int, beside=None
+) -> tuple[Tensor, ...]:
+    """The operation without autograd. `beside`: a `stateflow_kernels.mamba3_rule.Beside`, which may write x and z."""
     with _on_device(inputs.x):
         plan = _plan(inputs, doc_start_BT)
         if plan is None:
-            return _chunk_form(*inputs, doc_start_BT, norm_eps, A_floor, chunk_size)
+            return chunk_form(inputs, doc_start_BT, norm_eps, A_floor, chunk_size, beside=beside)
         from stateflow_kernels import mamba3_rule as kernels
 
         tensors = kernels.Inputs(*(x.contiguous() for x in inputs))
         docs = None if doc_start_BT is None else doc_start_BT.contiguous()
-        return kernels.forward(tensors, docs, norm_eps, A_floor, plan)
+        return kernels.forward(tensors, docs, norm_eps, A_floor, plan, beside)
+
+
+def _forward(*args) -> tuple[Tensor, ...]:
+    return forward(Inputs(*args[:-4]), *args[-4:])
 
 
 _mamba3_triton = Operation(
@@ -191,13 +221,20 @@ def _(*args):
     return tuple(x.new_empty(x.shape) for x in (inputs.x, *inputs[-4:]))
 
 
-def _run_backward(*args) -> tuple[Tensor, ...]:
-    grads, inputs = args[: len(_OUTPUTS)], Inputs(*args[len(_OUTPUTS) : -4])
-    doc_start_BT, norm_eps, A_floor, chunk_size = args[-4:]
+def backward(
+    grads: tuple[Tensor, ...],
+    inputs: Inputs,
+    doc_start_BT: Tensor | None,
+    norm_eps: float,
+    A_floor: float,
+    chunk_size: int,
+    beside=None,
+) -> Inputs:
+    """The gradients of all inputs, without autograd. `beside` may write the gradient of y, in the type of y."""
     with _on_device(inputs.x):
         plan = _plan(inputs, doc_start_BT)
         if plan is None:
-            return _chunk_form_backward(*grads, *inputs, doc_start_BT, norm_eps, A_floor, chunk_size)
+            return chunk_form_backward(grads, inputs, doc_start_BT, norm_eps, A_floor, chunk_size, beside=beside)
         from stateflow_kernels import mamba3_rule as kernels
 
         # Contiguous, and of the types that autograd would give them: a caller may expand or cast them.
@@ -205,7 +242,12 @@ def _run_backward(*args) -> tuple[Tensor, ...]:
         grads = tuple(grad.to(x.dtype).contiguous() for grad, x in zip(grads, outputs, strict=True))
         tensors = kernels.Inputs(*(x.contiguous() for x in inputs))
         docs = None if doc_start_BT is None else doc_start_BT.contiguous()
-        return tuple(kernels.backward(grads, tensors, docs, norm_eps, A_floor, plan))
+        return kernels.backward(grads, tensors, docs, norm_eps, A_floor, plan, beside)
+
+
+def _run_backward(*args) -> tuple[Tensor, ...]:
+    count = len(_OUTPUTS)
+    return tuple(backward(args[:count], Inputs(*args[count:-4]), *args[-4:]))
 
 
 _mamba3_triton_backward = Operation(

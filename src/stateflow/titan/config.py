@@ -67,6 +67,10 @@ class StateFlow:
     """Under tensor parallelism each rank holds residual stream and norms of its part of a chunk's tokens only"""
     kernels: str = "auto"
     """"auto" uses the Triton kernels where they fit, else PyTorch; "triton" insists on them; "reference" is PyTorch"""
+    overlap_projections: str = "auto"
+    """Products of a Mamba-3 layer beside its kernels: "auto" where the kernels' plan says so, "on" or "off" """
+    exact_order: bool = True
+    """False lets the kernels of few heads walk through segments of a sequence at once: other bits, to rounding only"""
     trace: bool = False
     """Record when each action of the steps trace_steps begins and ends, in dump_folder/trace; see `stateflow draw`"""
     trace_steps: list[int] = field(default_factory=lambda: [3, 5])
@@ -98,7 +102,7 @@ def _is_int(value) -> bool:
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
     flags = ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone")
-    for name in (*flags, "cuda_graphs", "trace"):
+    for name in (*flags, "cuda_graphs", "exact_order", "trace"):
         value = getattr(options, name)
         _expect(isinstance(value, bool), f"[stateflow] {name} = {value!r} must be true or false")
     for name, least in (("num_chunks", 1), ("chunk_multiple", 1), ("weight_lag", 0)):
@@ -141,11 +145,17 @@ def _check_types(options: StateFlow) -> None:
         "[stateflow] rope_reset = true has no documents to reset at with reset_at_documents = false; set that to true, "
         "or rope_reset to false",
     )
+    from stateflow.layers.mamba3_overlap import MODES as OVERLAP_MODES
     from stateflow.titan.flavors import KERNEL_BACKENDS
 
     if not isinstance(options.kernels, str) or options.kernels not in KERNEL_BACKENDS:
         known = ", ".join(f'"{name}"' for name in KERNEL_BACKENDS)
         raise ValueError(f"[stateflow] kernels = {options.kernels!r} is unknown; use one of {known}")
+    if options.overlap_projections not in OVERLAP_MODES:
+        known = ", ".join(f'"{name}"' for name in OVERLAP_MODES)
+        raise ValueError(
+            f"[stateflow] overlap_projections = {options.overlap_projections!r} is unknown; use one of {known}"
+        )
     _expect(
         isinstance(options.tokenizer, str),
         f"[stateflow] tokenizer = {options.tokenizer!r} must be \"bytes\" or a path",

@@ -102,6 +102,8 @@ def resolve_model(job_config) -> ModelArgs:
     if options.rope_reset:
         given["rope_reset"] = True
     given["backend"] = KERNEL_BACKENDS[options.kernels]
+    given["overlap_projections"] = options.overlap_projections
+    given["exact_order"] = options.exact_order
     attn_type = "varlen" if options.reset_at_documents else "sdpa"
     args = dataclasses.replace(_pristine(name), attn_type=attn_type, **given)
     args.validate()

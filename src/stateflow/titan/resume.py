@@ -22,7 +22,16 @@ _DATALOADER = "dataloader"
 
 # Of the model's fields: how weights begin, what computes them, and how batches are read are no property of weights.
 # Neither is rope_reset: rotary positions are relative, inside a document both ways give the same scores.
-_NOT_THE_MODEL = ("init_std", "init_seed", "backend", "attn_type", "rope_reset", "pattern")
+_NOT_THE_MODEL = (
+    "init_std",
+    "init_seed",
+    "backend",
+    "exact_order",
+    "overlap_projections",
+    "attn_type",
+    "rope_reset",
+    "pattern",
+)
 # A run that only takes over weights may change these, e.g. to extend the context.
 _WITHOUT_WEIGHTS = ("rope_theta", "norm_eps")
 

@@ -1,0 +1,150 @@
+"""The gated delta rule's walks through several segments at once, against the recurrence token by token in float64."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import stateflow_kernels.gated_delta_rule as kernels
+from stateflow.recurrence import gated_delta_kernels, self_check
+from stateflow_kernels import plans, waves
+from stateflow_kernels.primitives import INTERPRETED
+from stateflow_kernels.waves import walk_segments
+from tests.kernels.gluon_emulation import hopper_on_the_cpu
+from tests.kernels.kernel_testing import on_devices, only_own_memory
+from tests.kernels.test_gated_delta_kernels import BOUNDS, exact, grads_like, make_inputs, make_layer, run
+from tests.recurrence.op_testing import assert_close, assert_same_bits, documents, poisoned_memory
+
+EPS = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def fresh_choices(monkeypatch):
+    monkeypatch.setattr(self_check, "_outcomes", {})
+    monkeypatch.setattr(gated_delta_kernels, "_chosen", {})
+
+
+def results(inputs, docs, num_segments: int) -> list[torch.Tensor]:
+    """Both outputs and all gradients by the operation."""
+    docs = None if docs is None else docs.to(inputs[0].device)
+    outputs = torch.ops.stateflow.gated_delta_rule_triton(*inputs, docs, 0.3, EPS, num_segments)[:2]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, grads_like(outputs))]
+
+
+def check(given, inputs, docs, bounds) -> None:
+    options = dict(scale=0.3, use_qk_l2norm_in_kernel=True, l2norm_eps=EPS, backend="reference")
+    for x, reference, bound in zip(given, run(exact(inputs), docs, **options), bounds, strict=True):
+        assert_close([x.cpu()], [reference], bound)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens", "num_segments", "with_docs", "max_decay", "max_beta"),
+    [
+        (torch.float32, 150, 2, True, 0.1, 1.0),
+        (torch.float32, 230, 4, False, 0.0, 2.0),  # nothing is forgotten; a ragged end
+        (torch.float32, 70, 5, False, 0.02, 1.0),  # more segments than chunks
+        (torch.bfloat16, 150, 3, True, 0.02, 1.0),
+    ],
+)
+def test_equal_the_recurrence(device, dtype, num_tokens, num_segments, with_docs, max_decay, max_beta):
+    torch.manual_seed(0)
+    decays = dict(max_decay=max_decay, max_beta=max_beta)
+    inputs = make_inputs(1, num_tokens, 1, 2, 24, 40, dtype=dtype, device=device, normalize=True, **decays)
+    docs = documents(1, num_tokens, rate=0.01) if with_docs else None
+    bounds = BOUNDS[dtype] if max_beta <= 1 else [3e-5] * 8
+    check(results(inputs, docs, num_segments), inputs, docs, bounds)
+
+
+@on_devices
+def test_one_segment_is_the_exact_order(device):
+    torch.manual_seed(0)
+    inputs = make_inputs(1, 70, 1, 1, 16, 16, device=device, normalize=True)
+    options = dict(scale=0.3, use_qk_l2norm_in_kernel=True, l2norm_eps=EPS, backend="triton")
+    given = run(inputs, None, **options)
+    assert_same_bits(results(inputs, None, 1), given)
+    # A short sequence has one segment anyway.
+    assert_same_bits(run(inputs, None, exact_order=False, **options), given)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_no_other_memory_is_touched_or_read_unwritten():
+    torch.manual_seed(0)
+    inputs = make_inputs(1, 70, 1, 1, 24, 40, normalize=True)
+    with only_own_memory(), poisoned_memory():
+        given = results(inputs, documents(1, 70, rate=0.02), 3)
+    assert all(x.isfinite().all() for x in given)
+
+
+def test_how_many_segments():
+    assert [walk_segments(512, heads, 128, 128) for heads in (4, 8, 10, 13, 14, 20, 40)] == [16, 8, 6, 5, 1, 1, 1]
+    assert [walk_segments(chunks, 10, 128, 128) for chunks in (159, 160, 191, 192, 4096)] == [1, 5, 5, 6, 6]
+    assert walk_segments(512, 2, 256, 128) == 1  # no kernel composes maps of such keys
+
+
+@on_devices
+def test_only_without_exact_order(device, monkeypatch):
+    """Through a layer, as compiled code has it, too."""
+    monkeypatch.setattr(waves, "_LEAST_CHUNKS", 1)
+    monkeypatch.setattr(waves, "_FEWEST_SEGMENTS", 2)
+    used, forward = [], kernels.forward
+    monkeypatch.setattr(kernels, "forward", lambda *args: used.append(args[-1].num_segments) or forward(*args))
+    layer = make_layer(device, "triton")
+    x = torch.randn(1, 70, 16).to(device)
+    with torch.no_grad():
+        expected = layer(x)[0]
+        assert set(used) == {1}  # a self-check's, too
+        used.clear()
+        layer.exact_order = False
+        given = [form(x)[0] for form in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True))]
+    assert set(used) == {2}
+    assert_close(given, [expected] * 2, 1e-5)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_the_self_check_sees_segments_that_are_not_composed(monkeypatch, caplog):
+    monkeypatch.setattr(self_check, "CHECKED_DEVICES", ("cpu",))
+    problem = self_check.Problem(torch.device("cpu"), torch.float32, 1, 1, 16, 16, normalize=True, has_docs=False)
+    plan = plans.in_segments(problem.fallback_plan(), 3, 16)
+    assert self_check.checked_plan(problem, plan) == plan and not caplog.records
+    compose = kernels._Problem.compose
+
+    def into_nothing(self, state, ends, maps, backward):
+        compose(self, state, ends, torch.zeros_like(maps), backward)
+
+    monkeypatch.setattr(kernels._Problem, "compose", into_nothing)
+    monkeypatch.setattr(self_check, "_outcomes", {})
+    assert self_check.checked_plan(problem, plan) is None
+    torch.manual_seed(0)
+    inputs = make_inputs(1, 70, 1, 1, 16, 16, normalize=True)
+    check(results(inputs, None, 3), inputs, None, [1e-5] * 8)  # what runs instead, with the same outputs kept
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the other kernels must run on the CPU, too")
+def test_those_for_hopper_do_what_tritons_do(monkeypatch):
+    from stateflow_kernels import hopper
+
+    for name in ("K_DIMS", "MERGED_DIMS"):
+        monkeypatch.setattr(hopper, name, (64,))
+    torch.manual_seed(0)
+    inputs = [x.detach() for x in make_inputs(1, 300, 1, 1, 64, 64, dtype=torch.bfloat16, normalize=True)]
+    inputs[3] *= 0.02
+    grads = grads_like([inputs[2], inputs[5]])
+    plan = kernels.default_plan(64, 64, torch.bfloat16)
+    tiles = {name: dataclasses.replace(getattr(plan, name), specialized=True) for name in ("pre", *plans.WIDE_WALKS)}
+    wide = plans.in_segments(dataclasses.replace(plan, **tiles), 4, 64)
+    assert wide.transition.block_v == 64
+
+    def both(plan) -> list[torch.Tensor]:
+        o, state, kept = kernels.forward(*inputs, None, 0.3, EPS, plan)
+        return [o, state, kept[1], kept[2], *kernels.backward(*grads, *inputs, None, kept, 0.3, EPS, plan)]
+
+    expected = both(plans.in_segments(plan, 4, 64))
+    launches = []
+    for name in ("transition_maps", "transition_backward_maps", "transition_out"):
+        launch = getattr(hopper, name)
+        monkeypatch.setattr(hopper, name, lambda *args, f=launch: launches.append(f.__name__) or f(*args))
+    with hopper_on_the_cpu(monkeypatch):
+        given = both(wide)
+    assert len(launches) == 3
+    assert_close(given, expected, 4e-3)
