@@ -44,6 +44,18 @@ def document_sums(g, start, HAS_DOCS: tl.constexpr):
 
 
 @triton.jit
+def document_sums_by_head(x, starts, HAS_DOCS: tl.constexpr, REVERSE: tl.constexpr):
+    """Sums of x [C, heads] over the tokens from the chunk's first one on, or the last one on in REVERSE, anew at
+    those that start."""
+    if HAS_DOCS:
+        starts = starts[:, None] & (x == x)
+        total, _ = tl.associative_scan((x, starts), 0, _add_within, reverse=REVERSE)
+        return total
+    else:
+        return tl.associative_scan(x, 0, _add, reverse=REVERSE)
+
+
+@triton.jit
 def visible(start, C: tl.constexpr):
     """[t, s]: s is not after t and of t's document."""
     ts = tl.arange(0, C)

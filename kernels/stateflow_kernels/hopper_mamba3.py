@@ -41,9 +41,14 @@ def runs(problem: Problem, *tiles: Tile, given: tuple[Tensor, ...] = ()) -> bool
     )
 
 
-def _tiles(x: Tensor | None, columns: int, width: int = CHUNK):
-    """x [.., columns] in tiles of this width, 64 rows each."""
-    return None if x is None else hopper._tiles(x.view(-1, columns), CHUNK, width)
+def _tiles(problem: Problem, x: Tensor | None, columns: int, width: int = CHUNK):
+    """x [.., columns] in tiles of this width, 64 rows each. Once a call, as `hopper._matrix`."""
+    if x is None:
+        return None
+    key = id(x), width
+    if key not in problem.descriptors:
+        problem.descriptors[key] = hopper._tiles(x.view(-1, columns), CHUNK, width), x  # which lives on: so does its id
+    return problem.descriptors[key][0]
 
 
 def _launch(kernel, programs: int, problem: Problem, *args, **options) -> None:
@@ -61,7 +66,7 @@ def _num_units(problem: Problem, chunks: range) -> int:
 
 
 @functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
@@ -72,8 +77,8 @@ def local(prepared: Prepared, chunks: range) -> None:
     problem, inputs = prepared.problem, prepared.problem.inputs
     _launch(
         *(local_kernel, _num_units(problem, chunks), problem),
-        _tiles(inputs.x, problem.num_heads * problem.p_dim),
-        *(_tiles(x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
+        _tiles(problem, inputs.x, problem.num_heads * problem.p_dim),
+        *(_tiles(problem, x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
         *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
         *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
         *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
@@ -90,10 +95,10 @@ def both(prepared: Prepared, chunks: range, back: Backward) -> None:
     problem, inputs = prepared.problem, prepared.problem.inputs
     num_units, columns = _num_units(problem, chunks), problem.num_heads * problem.p_dim
     _launch(
-        *(both_kernel, min(num_units, _num_multiprocessors(problem.device)), problem),
-        *(_tiles(x, columns) for x in (inputs.x, inputs.z, back.grad_y)),
-        *(_tiles(x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
-        *(_tiles(back.grad_read, columns), _tiles(back.grad_states, problem.n_dim)),
+        *(both_kernel, min(num_units, num_multiprocessors(problem.device)), problem),
+        *(_tiles(problem, x, columns) for x in (inputs.x, inputs.z, back.grad_y)),
+        *(_tiles(problem, x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows, prepared.states)),
+        *(_tiles(problem, back.grad_read, columns), _tiles(problem, back.grad_states, problem.n_dim)),
         *(inputs.x, inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias),
         *(problem.doc_start, inputs.k_last, inputs.v_last, prepared.B_factor, prepared.C_factor, prepared.speed),
         *(prepared.dt, prepared.scale, prepared.gate_sum, prepared.theta),
@@ -108,11 +113,11 @@ def out(prepared: Prepared, chunks: range, y: Tensor) -> None:
     from .hopper_mamba3_out import out_kernel
 
     problem, inputs = prepared.problem, prepared.problem.inputs
-    x, z, y = (_tiles(tensor, problem.num_heads * problem.p_dim) for tensor in (inputs.x, inputs.z, y))
+    x, z, y = (_tiles(problem, tensor, problem.num_heads * problem.p_dim) for tensor in (inputs.x, inputs.z, y))
     num_units = _num_units(problem, chunks)
     _launch(
-        *(out_kernel, min(num_units, _num_multiprocessors(problem.device)), problem),
-        *(x, z, _tiles(prepared.states, problem.n_dim, problem.n_dim), y),
+        *(out_kernel, min(num_units, num_multiprocessors(problem.device)), problem),
+        *(x, z, _tiles(problem, prepared.states, problem.n_dim, problem.n_dim), y),
         *(inputs.B, inputs.C, inputs.B_norm, inputs.C_norm, inputs.B_bias, inputs.C_bias, inputs.D),
         *(problem.doc_start, prepared.B_factor, prepared.C_factor, prepared.speed),
         *(prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.theta),
@@ -141,10 +146,11 @@ def gradients(back: Backward) -> None:
     problem, prepared, inputs, grads = back.problem, back.prepared, back.problem.inputs, back.grads
     values = problem.num_heads * problem.p_dim
     hopper_mamba3_gradients.gradients_kernel[(problem.num_chunks * back.num_groups,)](
-        *(_tiles(x, values) for x in (inputs.x, back.grad_read, inputs.z, back.grad_y)),
-        *(_tiles(x, problem.n_dim) for x in (prepared.states, back.grad_states, prepared.k_rows, prepared.q_rows)),
-        _tiles(prepared.cos_sin_rows, 2 * problem.num_angles),
-        *(_tiles(x, values) for x in (grads.z, grads.x)),
+        *(_tiles(problem, x, values) for x in (inputs.x, back.grad_read, inputs.z, back.grad_y)),
+        *(_tiles(problem, x, problem.n_dim) for x in (prepared.states, back.grad_states)),
+        *(_tiles(problem, x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows)),
+        _tiles(problem, prepared.cos_sin_rows, 2 * problem.num_angles),
+        *(_tiles(problem, x, values) for x in (grads.z, grads.x)),
         *(problem.doc_start, prepared.speed, inputs.D),
         *(prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.decay, prepared.k_bound),
         *(back.owed_k, back.grad_v_bound, back.grad_v_last),

@@ -51,6 +51,15 @@ def _multiply(values, tiles, acc: gl.constexpr):
 
 
 @gluon.jit
+def _fetch(x_desc, tiles, ready, row, first_head, i, heads):
+    """x of the program's head i, if there is one."""
+    P: gl.constexpr = tiles.shape[2]
+    if i < heads:
+        place, barrier = tiles.index(i % 2), ready.index(i % 2)
+        fetch((x_desc,), (place,), (barrier,), (row,), ((first_head + i) * P,))
+
+
+@gluon.jit
 def _write(desc, tiles, row):
     width: gl.constexpr = tiles[0].shape[1]
     tma.async_copy_shared_to_global(desc, [row, 0], tiles[0])
@@ -115,15 +124,16 @@ def local_kernel(
     end = num_tokens - n * C
     last = gl.minimum(end, C) - 1
 
-    x_tile = gl.allocate_shared_memory(dtype, [C, P], tile)
+    x_tiles = gl.allocate_shared_memory(dtype, [2, C, P], tile)
     scaled = gl.allocate_shared_memory(dtype, [C, P], tile)
     k_tiles, added = two_tiles(dtype, tile), two_tiles(dtype, tile)
-    x_ready = barriers(1)
-    descs, tiles, ready = (x_desc,), (x_tile,), (x_ready.index(0),)
+    x_ready = barriers(2)
     if q_rows_desc is not None:
         q_tiles = two_tiles(dtype, tile)
     fence_async_shared()
-    fetch(descs, tiles, ready, (n * C,) * len(descs), (first_head * P,) * len(descs))
+    # Two heads ahead: from memory x takes longer than a head's work.
+    _fetch(x_desc, x_tiles, x_ready, n * C, first_head, 0, heads)
+    _fetch(x_desc, x_tiles, x_ready, n * C, first_head, 1, heads)
 
     chunk = first_head.to(gl.int64) * num_chunks + n
     dt = numbers(dt_ptr + chunk * C, num_chunks * C, heads, HEADS, C)
@@ -180,9 +190,9 @@ def local_kernel(
         place(k_tiles, k)
         # Of a whole chunk, so that the compiler knows which of a thread's tokens it is none of.
         store_token(k_bound_ptr + (bound + 1) * N, k, C - 1, end >= C, pairs, wide, sizes)
-        mbarrier.wait(x_ready.index(0), i & 1)
+        mbarrier.wait(x_ready.index(i % 2), (i // 2) & 1)
         weight = all_to_end.index(i).load(gl.SliceLayout(1, values))
-        v = x_tile.load(values).to(gl.float32) * gl.expand_dims(weight, 1)
+        v = x_tiles.index(i % 2).load(values).to(gl.float32) * gl.expand_dims(weight, 1)
         scaled.store(v.to(dtype))
         fence_async_shared()
         row = (first_head + i) * num_chunks + n
@@ -191,9 +201,7 @@ def local_kernel(
             _write(q_rows_desc, q_tiles, row * C)
         if k_rows_desc is not None:
             _write(k_rows_desc, k_tiles, row * C)
-        if i + 1 < heads:
-            following = (first_head + i + 1) * P
-            fetch(descs, tiles, ready, (n * C,) * len(descs), (following,) * len(descs))
+        _fetch(x_desc, x_tiles, x_ready, n * C, first_head, i + 2, heads)
         first, second = warpgroup_mma_wait(0, deps=(first, second))
         added[0].store(first.to(dtype))
         added[1].store(second.to(dtype))

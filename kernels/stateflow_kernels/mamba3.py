@@ -4,7 +4,7 @@ What a chunk adds to the state does not depend on the state. So, unlike the gate
 taken for all chunks at once, and the walk through the chunks is left with a multiplication and an addition:
 
     Shared   1 / rms of B and C, pi tanh(angle)                                 (a chunk)
-    Gates    dt, g, s, sums of A dt, Gam, d_1, and the chunk's turn             (a chunk and head)
+    Gates    dt, g, s, sums of A dt, Gam, d_1, and the chunk's turn             (a chunk and some heads)
     Theta    theta' = (theta + turn) mod 2 pi                                   (a head, in order)
     Local    q and k, A = V^T (e kh), k and v of the last token                 (a chunk and head)
     Scan     S~ = S + d_1 v_0 k_0^T, S' = Gam S~ + A                            (some rows of a head's S, in order)
@@ -25,7 +25,7 @@ Where N is last, turned columns come apart, see `mamba3_tiles`; only what comes 
 import triton
 import triton.language as tl
 
-from .decays import document_starts, start_decay
+from .decays import document_starts, document_sums_by_head, start_decay
 from .mamba3_tiles import (
     earlier_decay,
     element,
@@ -114,58 +114,67 @@ def gates_kernel(
     R: tl.constexpr,
     C: tl.constexpr,
     BR: tl.constexpr,
+    HB: tl.constexpr,
     HAS_DOCS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Gates of one chunk and head; `before`, `decay` [B, H, NC]: d_1 and Gam; `turn` [B, H, NC, R]."""
+    """Gates of one chunk and HB heads, whose gates lie beside each other.
+
+    `before`, `decay` [B, H, NC]: d_1 and Gam; `turn` [B, H, NC, R].
+    """
+    BLOCKS: tl.constexpr = (H + HB - 1) // HB
     pid = tl.program_id(0)
-    n = first_chunk + pid // (BATCH * H)
-    head = (pid % (BATCH * H)).to(tl.int64)
-    batch = head // H
-    chunk = head * num_chunks + n
+    n = first_chunk + pid // (BATCH * BLOCKS)
+    batch = (pid // BLOCKS % BATCH).to(tl.int64)
+    hs = pid % BLOCKS * HB + tl.arange(0, HB)
+    chunks = (batch * H + hs) * num_chunks + n
     token = batch * num_tokens + n.to(tl.int64) * C
 
     ts = tl.arange(0, C)
     in_chunk = ts < num_tokens - n * C
-    gate = token * H + head % H
-    bias = tl.load(dt_bias_ptr + head % H).to(tl.float32)
+    inside = in_chunk[:, None] & (hs < H)[None, :]
+    gate = (token + ts)[:, None] * H + hs[None, :]
+    bias = tl.load(dt_bias_ptr + hs, mask=hs < H, other=0.0).to(tl.float32)[None, :]
     start = document_starts(doc_start_ptr, batch, num_tokens, n, C, HAS_DOCS)
 
-    dt = softplus(tl.load(dd_dt_ptr + gate + ts * H, mask=in_chunk, other=0.0).to(tl.float32) + bias)
-    dt = tl.where(in_chunk, dt, 0.0)
-    trap = tl.load(trap_ptr + gate + ts * H, mask=in_chunk, other=0.0).to(tl.float32)
+    dt = softplus(tl.load(dd_dt_ptr + gate, mask=inside, other=0.0).to(tl.float32) + bias)
+    dt = tl.where(inside, dt, 0.0)
+    trap = tl.load(trap_ptr + gate, mask=inside, other=0.0).to(tl.float32)
     own = sigmoid(trap) * dt
     # d of the token after, as far as this chunk knows it.
-    has_next = in_chunk & (ts + 1 < num_tokens - n * C) & (ts + 1 < C)
-    following = gate + (ts + 1) * H
-    dt_next = softplus(tl.load(dd_dt_ptr + following, mask=has_next, other=0.0).to(tl.float32) + bias)
-    trap_next = tl.load(trap_ptr + following, mask=has_next, other=0.0).to(tl.float32)
+    has_next = inside & ((ts + 1 < num_tokens - n * C) & (ts + 1 < C))[:, None]
+    dt_next = softplus(tl.load(dd_dt_ptr + gate + H, mask=has_next, other=0.0).to(tl.float32) + bias)
+    trap_next = tl.load(trap_ptr + gate + H, mask=has_next, other=0.0).to(tl.float32)
     before_next = tl.where(has_next, sigmoid(-trap_next) * dt_next, 0.0)
 
-    A = tl.maximum(softplus(tl.load(dd_A_ptr + gate + ts * H, mask=in_chunk, other=0.0).to(tl.float32)), A_floor)
+    A = tl.maximum(softplus(tl.load(dd_A_ptr + gate, mask=inside, other=0.0).to(tl.float32)), A_floor)
     g = -A * dt
     if DTYPE == tl.float32:  # noqa: SIM300
         g = g.to(tl.float64)
     else:
         g = tl.maximum(g, -100.0)
-    if HAS_DOCS:
-        # A token's own gate counts from its document's second token on.
-        summed = (ts[:, None] >= ts[None, :]) & (ts[None, :] > start[:, None])
-        gate_sum = tl.sum(tl.where(summed, g[None, :], 0.0), axis=1)
-    else:
-        gate_sum = tl.cumsum(g, axis=0)
-    tl.store(dt_ptr + chunk * C + ts, dt)
-    tl.store(own_ptr + chunk * C + ts, own)
-    tl.store(scale_ptr + chunk * C + ts, own + before_next)
-    tl.store(gate_sum_ptr + chunk * C + ts, gate_sum)
-    tl.store(before_ptr + chunk, element(sigmoid(-trap) * dt, 0, C))
-    tl.store(decay_ptr + chunk, element(start_decay(gate_sum, start), C - 1, C))
+    # A token's own gate counts from its document's second token on.
+    is_first = ts == start
+    gate_sum = document_sums_by_head(tl.where(is_first[:, None], 0.0, g), is_first, HAS_DOCS, False)
+    tokens = chunks[None, :] * C + ts[:, None]
+    valid = (hs < H)[None, :] & (ts >= 0)[:, None]
+    tl.store(dt_ptr + tokens, dt, mask=valid)
+    tl.store(own_ptr + tokens, own, mask=valid)
+    tl.store(scale_ptr + tokens, own + before_next, mask=valid)
+    tl.store(gate_sum_ptr + tokens, gate_sum, mask=valid)
+    before = tl.where((ts == 0)[:, None], sigmoid(-trap) * dt, 0.0)
+    tl.store(before_ptr + chunks, tl.sum(before, axis=0), mask=hs < H)
+    decay = tl.where((ts == C - 1)[:, None], start_decay(gate_sum, start[:, None]), 0.0)
+    tl.store(decay_ptr + chunks, tl.sum(decay, axis=0), mask=hs < H)
 
-    speed = load_speed(speed_ptr + token * R, in_chunk, C, R, BR)
-    of_last = ts >= element(start, C - 1, C)
+    # Loaded as the product takes it: angles by tokens.
     angles = tl.arange(0, BR)
-    turned = tl.sum(tl.where(of_last[:, None], speed * dt[:, None], 0.0), axis=0)
-    tl.store(turn_ptr + chunk * R + angles, turned, mask=angles < R)
+    inside = (angles < R)[:, None] & in_chunk[None, :]
+    speed = tl.load(speed_ptr + token * R + ts[None, :] * R + angles[:, None], mask=inside, other=0.0)
+    of_last = ts >= element(start, C - 1, C)
+    turned = tl.dot(speed, tl.where(of_last[:, None], dt, 0.0), input_precision="tf32x3")
+    inside = (angles < R)[:, None] & (hs < H)[None, :]
+    tl.store(turn_ptr + chunks[None, :] * R + angles[:, None], turned, mask=inside)
 
 
 @triton.jit

@@ -9,7 +9,18 @@ import triton.language as tl
 from . import hopper, hopper_mamba3, mamba3, mamba3_backward, mamba3_finish, mamba3_gradients
 from .aot import AotCase
 from .gated_delta_rule import CHUNK, Tile
-from .mamba3_rule import ONE_WARP, REGISTERS, SHARED_BACK, SHARED_TOKENS, SMALL, default_plan
+from .mamba3_rule import (
+    GATE_HEADS,
+    GATES,
+    ONE_WARP,
+    REGISTERS,
+    SHARED_BACK,
+    SHARED_TOKENS,
+    SMALL,
+    SUM_ROWS,
+    SUMS,
+    default_plan,
+)
 
 _N, _P, _R, _H = 128, 64, 32, 80
 _NUMBERS = {"eps": "fp32", "A_floor": "fp32"}
@@ -24,9 +35,9 @@ _LOW = {
 
 def _case(name: str, kernel, tile: Tile) -> AotCase:
     values = dict(BATCH=1, H=_H, N=_N, P=_P, R=_R, C=CHUNK, BN=_N, BP=_P, BR=_R, BX=_N - 2 * _R, BV=tile.block_v)
-    values |= dict(BT=SHARED_TOKENS, NB=_P // default_plan(_N, _P, torch.bfloat16).scan_backward.block_v)
+    values |= dict(BT=SHARED_TOKENS, HB=GATE_HEADS, NB=_P // default_plan(_N, _P, torch.bfloat16).scan_backward.block_v)
     values |= dict(HAS_DOCS=True, DTYPE=tl.bfloat16, PRECISION="tf32", STAGES=tile.num_stages)
-    values |= dict(cos_sin_rows_ptr=None, GROUPS=_H)
+    values |= dict(cos_sin_rows_ptr=None, GROUPS=_H, ROWS=SUM_ROWS)
     names = kernel.arg_names
     constexprs = {key: value for key, value in values.items() if key in names}
     pointers = {n: "*bf16" if n in _LOW else "*fp32" for n in names if n.endswith("_ptr") and n not in values}
@@ -95,12 +106,13 @@ def aot_cases() -> list[AotCase]:
     }
     fixed = {
         "shared": (mamba3.shared_kernel, SMALL),
-        "gates": (mamba3.gates_kernel, ONE_WARP),
+        "gates": (mamba3.gates_kernel, GATES),
         "theta": (mamba3.theta_kernel, ONE_WARP),
         "owed": (mamba3_backward.owed_kernel, ONE_WARP),
         "carry": (mamba3_finish.carry_kernel, ONE_WARP),
-        "gates_backward": (mamba3_finish.gates_backward_kernel, ONE_WARP),
+        "gates_backward": (mamba3_finish.gates_backward_kernel, GATES),
         "shared_backward": (mamba3_finish.shared_backward_kernel, SHARED_BACK),
+        "sums": (mamba3_finish.sums_kernel, SUMS),
     }
     cases = [_case(name, kernel, getattr(plan, name)) for name, kernel in planned.items()]
     cases += [_case(name, kernel, tile) for name, (kernel, tile) in fixed.items()]

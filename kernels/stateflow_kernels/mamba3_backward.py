@@ -8,10 +8,11 @@ After the forward's Shared, Gates, Theta, Local and Scan, which put q, k and S~ 
     Queries      dz, of q, and what Keys wants of it                             (a chunk and head)
     Keys         dx, and of k, angles and gates of this head                     (a chunk and head)
     Carry        the gradient of theta that comes into a chunk from later ones   (a head, in reverse)
-    Gates back   ddt, dA, dtrap                                                  (a chunk and head)
+    Gates back   ddt, dA, dtrap                                                  (a chunk and some heads)
     Shared back  dB, dC and dangle: sums over heads, through the norms           (some tokens)
+    Sums         of the parameters: sums over chunks                             (a head)
 
-Queries and Keys are in `mamba3_gradients`, the last three in `mamba3_finish`.
+Queries and Keys are in `mamba3_gradients`, the last four in `mamba3_finish`.
 """
 
 import triton

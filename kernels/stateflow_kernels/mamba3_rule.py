@@ -3,7 +3,7 @@
 Nothing is saved for the backward: angles and states are computed again there, from the inputs.
 
 With cuts, Scan works on a side stream beside another segment's parallel part, and with `overlap_backward` that of the
-backward beside what does not need it:
+backward beside what does not need it; so it does, on Hopper, where it is few programs:
 
     forward     Local1 -> (Scan1 || Local2) -> (Scan2 || Out1) -> Out2
     backward    Local -> (Scan || Local back) -> Scan back -> Queries -> Keys
@@ -24,7 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import hopper_mamba3
+from . import hopper, hopper_mamba3
 from . import mamba3 as kernels
 from . import mamba3_backward as backward_kernels
 from . import mamba3_finish as finish_kernels
@@ -36,6 +36,9 @@ SMALL, ONE_WARP = Tile(16, 4, 3), Tile(16, 1, 8)
 # Left alone, the compiler takes so many that two programs fit at once, where three hide more of the waiting.
 REGISTERS = {"local_kernel": 168}
 SHARED_TOKENS, SHARED_BACK = 16, Tile(16, 4, 6)
+SUM_ROWS, SUMS = 16, Tile(16, 8, 3)
+# Heads of a program of Gates and Gates back: their numbers of a token lie beside each other.
+GATE_HEADS, GATES = 16, Tile(16, 4, 2)
 # Whose tiles may say `specialized`: the form of `hopper_mamba3`, where that runs.
 SPECIALIZED = ("local", "out", "local_backward")
 
@@ -144,14 +147,16 @@ class Problem:
         self.n_dim, self.num_angles = inputs.B.shape[2], inputs.angle.shape[2]
         self.num_chunks = triton.cdiv(self.num_tokens, CHUNK)
         self.heads = self.batch * self.num_heads
+        self.gate_blocks = self.batch * triton.cdiv(self.num_heads, GATE_HEADS)
         self.dtype, self.device = x.dtype, x.device
+        self.descriptors: dict[tuple, tuple] = {}  # see `hopper_mamba3._tiles`
         half = max(8, triton.next_power_of_2(self.num_angles))
         others = max(16, triton.next_power_of_2(max(1, self.n_dim - 2 * self.num_angles)))
         # What kernels may be specialised on; each takes those that it names. Never a length.
         self.constants = dict(
             BATCH=self.batch, H=self.num_heads, N=self.n_dim, P=self.p_dim, R=self.num_angles, C=CHUNK,
             BN=triton.next_power_of_2(self.n_dim), BP=triton.next_power_of_2(self.p_dim), BR=half, BX=others,
-            BT=SHARED_TOKENS, HAS_DOCS=doc_start is not None, DTYPE=_DTYPES[x.dtype],
+            BT=SHARED_TOKENS, HB=GATE_HEADS, HAS_DOCS=doc_start is not None, DTYPE=_DTYPES[x.dtype],
             PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         )  # fmt: skip
 
@@ -239,10 +244,11 @@ class Prepared:
         )
         problem.per_chunk(
             kernels.gates_kernel,
-            ONE_WARP,
+            GATES,
             self.whole,
             *(inputs.dd_dt, inputs.dd_A, inputs.trap, inputs.dt_bias, problem.doc_start, self.speed),
             *(self.dt, self.own, self.scale, self.gate_sum, self.before, self.decay, self.turn, problem.A_floor),
+            programs=problem.gate_blocks,
         )
         problem.per_head(kernels.theta_kernel, inputs.theta, problem.doc_start, self.turn, self.theta, self.theta_out)
 
@@ -391,7 +397,7 @@ class Backward:
         hopper_mamba3.gradients(self)
 
     def finish(self) -> Inputs:
-        """Carry, Gates back, Shared back, and the sums over tokens."""
+        """Carry, Gates back, Shared back and Sums."""
         problem, prepared, grads, inputs = self.problem, self.prepared, self.grads, self.problem.inputs
         problem.per_head(
             finish_kernels.carry_kernel,
@@ -400,11 +406,12 @@ class Backward:
         )
         problem.per_chunk(
             finish_kernels.gates_backward_kernel,
-            ONE_WARP,
+            GATES,
             self.whole,
             *(inputs.dd_dt, inputs.dd_A, inputs.trap, inputs.dt_bias, problem.doc_start, prepared.speed, self.carry),
             *(self.grad_gate, self.grad_turn, self.grad_scale, self.grad_own, self.grad_before),
             *(grads.dd_dt, grads.dd_A, grads.trap, self.grad_dt_bias, problem.A_floor),
+            programs=problem.gate_blocks,
             NB=self.num_blocks,
         )
         problem.per_chunk(
@@ -418,16 +425,16 @@ class Backward:
             programs=problem.batch * (CHUNK // SHARED_TOKENS),
             GROUPS=self.num_groups,
         )
-        B_norm, C_norm = self.grad_norms.sum((1, 2))
-        sums = dict(
-            dt_bias=self.grad_dt_bias.sum((0, 2)),
-            B_norm=B_norm,
-            C_norm=C_norm,
-            B_bias=self.key_bias.sum((0, 2)),
-            C_bias=self.query_bias.sum((0, 2)),
-            D=self.grad_both.sum((0, 2, 3)),
+        problem.launch(
+            finish_kernels.sums_kernel,
+            problem.num_heads + 2 * triton.cdiv(problem.n_dim, SHARED_TOKENS),
+            SUMS,
+            *(self.grad_dt_bias, self.key_bias, self.query_bias, self.grad_both, self.grad_norms),
+            *(grads.dt_bias, grads.B_bias, grads.C_bias, grads.D, grads.B_norm, grads.C_norm),
+            *(problem.num_tokens, problem.num_chunks),
+            ROWS=SUM_ROWS,
         )
-        return grads._replace(**{name: x.to(getattr(inputs, name).dtype) for name, x in sums.items()})
+        return grads
 
 
 def forward(
@@ -465,6 +472,15 @@ def forward(
     return y, prepared.theta_out, prepared.state_out, prepared.k_out, prepared.v_bound[:, :, -1].clone()
 
 
+def _few_programs(problem: Problem, plan: Mamba3Plan) -> bool:
+    """Whether a scan is so few programs that on Hopper two at once take little longer.
+
+    With 80 heads on an H200 either moves what memory can, and both at once are slower than one after the other.
+    """
+    programs = problem.heads * problem.num_blocks(plan.scan)
+    return hopper.available(problem.device) and programs <= 2 * hopper_mamba3.num_multiprocessors(problem.device)
+
+
 def backward(
     grads: tuple[Tensor, ...],
     inputs: Inputs,
@@ -478,7 +494,8 @@ def backward(
     problem = Problem(inputs, doc_start, norm_eps, A_floor)
     prepared = Prepared(problem)
     back = Backward(prepared, plan, grads)
-    side = _SideStreams(problem.device, plan.overlap_backward if beside is None else beside.at_once)
+    at_once = plan.overlap_backward or _few_programs(problem, plan)
+    side = _SideStreams(problem.device, at_once if beside is None else beside.at_once)
     beside = beside or Beside()
     known = side.run(0, prepared.gates)
     beside.gates()

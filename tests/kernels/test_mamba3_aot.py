@@ -17,7 +17,7 @@ def reports(request) -> list[dict]:
 def test_every_kernel_compiles_for_every_architecture(reports):
     names = {(r["case"], r["arch"]) for r in reports}
     kernels = {"local", "scan", "out", "local_backward", "scan_backward", "shared", "gates", "theta"}
-    kernels |= {"query_gradients", "key_gradients", "owed", "carry", "gates_backward", "shared_backward"}
+    kernels |= {"query_gradients", "key_gradients", "owed", "carry", "gates_backward", "shared_backward", "sums"}
     specialized = {name for name, _ in names if "specialised" in name}
     assert bool(specialized) == takes_gluon(reports)
     expected = {(kernel, arch) for kernel in kernels for arch in archs_of(reports)}
@@ -25,7 +25,7 @@ def test_every_kernel_compiles_for_every_architecture(reports):
 
 
 def test_products_use_tensor_cores(reports):
-    with_products = {"local", "out", "local_backward", "query_gradients", "key_gradients"}
+    with_products = {"local", "out", "local_backward", "query_gradients", "key_gradients", "gates_backward"}
     on_hopper = [r for r in reports if r["arch"] == 90]
     assert {r["case"] for r in on_hopper if r["wgmma"] and "specialised" not in r["case"]} == with_products
     assert all(r["wgmma"] for r in on_hopper if "specialised" in r["case"])
