@@ -43,7 +43,6 @@ from .hopper_mamba3_groups import (
     OWED_TURN,
     OWED_V,
     OWN,
-    QUERY_SUMS,
     READERS,
     ROWS,
     SCALE,
@@ -52,7 +51,6 @@ from .hopper_mamba3_groups import (
     TAKERS,
     TO_END,
     TRACE,
-    VALUE_SUMS,
     VALUES,
     keys,
     queries,
@@ -66,44 +64,64 @@ _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
 
 
 @gluon.jit
-def _gates(i, numbers, query_sums, value_sums, barriers, ptrs, head, n, num_chunks, C: gl.constexpr):
-    """The gradients of the i-th head's gate sums and of s and g."""
-    decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr = ptrs
+def _two_barriers(count: gl.constexpr):
+    """One for each of two places."""
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(barriers.index(0), count=count)
+    mbarrier.init(barriers.index(1), count=count)
+    return barriers
+
+
+@gluon.jit
+def _barrier(count: gl.constexpr):
+    """With an allocation of its own: between uses of one allocation all warps of a group would have to meet."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(barrier, count=count)
+    return barrier
+
+
+@gluon.jit
+def _gates(query_sums, value_sums, barriers, ptrs, head, n, num_chunks, steps, C: gl.constexpr):
+    """The gradients of each head's gate sums and of s and g."""
+    scale_ptr, decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr = ptrs
     _, _, made, taken = barriers
     line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
     ts = gl.arange(0, C, layout=line)
-    place = i & 1
-    chunk = (head + i).to(gl.int64) * num_chunks + n
-    scale = numbers.index(COUNT * place + SCALE).load(line)
-    decay = gl.load(decay_ptr + chunk)
-    mbarrier.wait(made.index(OF_QUERIES + place), i >> 1 & 1)
-    read_by = query_sums.index(QUERY_SUMS * place + LOG_COLUMN).load(line)
-    grad_gate = query_sums.index(QUERY_SUMS * place + LOG_ROW).load(line) - read_by
-    both = query_sums.index(QUERY_SUMS * place + BOTH).load(line)
-    release(taken.index(OF_QUERIES + place))
-    mbarrier.wait(made.index(OF_VALUES + place), i >> 1 & 1)
-    at_end = value_sums.index(VALUE_SUMS * place + AT_END).load(line)
-    grad_both = value_sums.index(VALUE_SUMS * place + GRAD_BOTH).load(line)
-    trace = value_sums.index(VALUE_SUMS * place + TRACE).load(line)
-    grad_gate += value_sums.index(VALUE_SUMS * place + FROM_STATE).load(line)
-    release(taken.index(OF_VALUES + place))
-    of_state = gl.sum(at_end, axis=0) + decay * gl.sum(trace, axis=0)
-    grad_gate = grad_gate - at_end + gl.where(ts == C - 1, of_state, 0.0)
-    # <k, dkh>, from what is there: see `key_gradients_kernel`.
-    per_scale = gl.where(scale > 0.0, reciprocal(gl.where(scale > 0.0, scale, 1.0)), 0.0)
-    grad_scale = (read_by + at_end) * per_scale
-    gl.store(grad_gate_ptr + (chunk * C + ts), grad_gate)
-    gl.store(grad_scale_ptr + (chunk * C + ts), grad_scale)
-    gl.store(grad_own_ptr + (chunk * C + ts), grad_scale + grad_both * both)
-    gl.store(grad_both_ptr + (chunk * C + ts), grad_both)
+    for i in range(0, steps):
+        place = i & 1
+        phase = i >> 1 & 1
+        chunk = (head + i) * num_chunks + n
+        token = chunk * C + ts
+        scale = gl.load(scale_ptr + token)
+        decay = gl.load(decay_ptr + chunk)
+        mbarrier.wait(made[OF_QUERIES].index(place), phase)
+        read_by = query_sums[LOG_COLUMN].index(place).load(line)
+        grad_gate = query_sums[LOG_ROW].index(place).load(line) - read_by
+        both = query_sums[BOTH].index(place).load(line)
+        release(taken[OF_QUERIES].index(place))
+        mbarrier.wait(made[OF_VALUES].index(place), phase)
+        at_end = value_sums[AT_END].index(place).load(line)
+        grad_both = value_sums[GRAD_BOTH].index(place).load(line)
+        trace = value_sums[TRACE].index(place).load(line)
+        grad_gate += value_sums[FROM_STATE].index(place).load(line)
+        release(taken[OF_VALUES].index(place))
+        of_state = gl.sum(at_end + decay * trace, axis=0)
+        grad_gate = grad_gate - at_end + gl.where(ts == C - 1, of_state, 0.0)
+        # <k, dkh>, from what is there: see `key_gradients_kernel`.
+        per_scale = gl.where(scale > 0.0, reciprocal(gl.where(scale > 0.0, scale, 1.0)), 0.0)
+        grad_scale = (read_by + at_end) * per_scale
+        gl.store(grad_gate_ptr + token, grad_gate)
+        gl.store(grad_scale_ptr + token, grad_scale)
+        gl.store(grad_own_ptr + token, grad_scale + grad_both * both)
+        gl.store(grad_both_ptr + token, grad_both)
 
 
 @gluon.jit
 def _numbers(
-    numbers, query_sums, value_sums, barriers, token_ptrs, owed_ptrs, gate_ptrs, doc_start_ptr, head, n, num_tokens,
-    num_chunks, steps, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, R: gl.constexpr, HAS_DOCS: gl.constexpr,
+    numbers, barriers, token_ptrs, owed_ptrs, doc_start_ptr, head, n, num_tokens, num_chunks, steps, C: gl.constexpr,
+    N: gl.constexpr, P: gl.constexpr, R: gl.constexpr, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
-    """The numbers of each head's tokens, and then the gates of the head before."""
+    """The numbers of each head's tokens. All loads of a head are under way at once."""
     dt_ptr, own_ptr, scale_ptr, gate_sum_ptr, D_ptr = token_ptrs
     grad_v_out_ptr, grad_v_bound_ptr, owed_k_ptr, k_bound_ptr = owed_ptrs
     full, empty, _, _ = barriers
@@ -121,23 +139,27 @@ def _numbers(
     for i in range(0, steps):
         place = i & 1
         first = COUNT * place
-        this = (head + i).to(gl.int64)
+        this = head + i
         chunk = this * num_chunks + n
-        dt = gl.load(dt_ptr + (chunk * C + ts))
-        own = gl.load(own_ptr + (chunk * C + ts))
-        scale = gl.load(scale_ptr + (chunk * C + ts))
-        gate_sum = gl.load(gate_sum_ptr + (chunk * C + ts))
+        token = chunk * C + ts
+        dt = gl.load(dt_ptr + token)
+        own = gl.load(own_ptr + token)
+        scale = gl.load(scale_ptr + token)
+        gate_sum = gl.load(gate_sum_ptr + token)
         gate_total = gl.load(gate_sum_ptr + (chunk * C + (ts * 0 + C - 1)))
-        skip = gl.load(D_ptr + (head + i + ts * 0)).to(gl.float32)
+        skip = gl.load(D_ptr + (this + ts * 0)).to(gl.float32)
         # What the chunk after this one, or the next call, owes to the last token.
-        owed_v = gl.load(grad_v_out_ptr + (this * P + ts), mask=is_final, other=0.0)
-        owed_v += gl.load(grad_v_bound_ptr + ((chunk + 1) * P + ts), mask=is_final == 0, other=0.0)
-        owed_turned = gl.load(owed_k_ptr + (chunk * N + ts))
-        owed_rest = gl.load(owed_k_ptr + (chunk * N + C + ts))
+        owed_v_out = gl.load(grad_v_out_ptr + (this * P + ts), mask=is_final, other=0.0)
+        owed_v = gl.load(grad_v_bound_ptr + ((chunk + 1) * P + ts), mask=is_final == 0, other=0.0)
+        owed_ptr = owed_k_ptr + (chunk * N + angles)
+        owed_first = gl.load(owed_ptr)
+        owed_second = gl.load(owed_ptr + R)
+        owed_third = gl.load(owed_ptr + 2 * R)
+        owed_fourth = gl.load(owed_ptr + 3 * R)
         bound = k_bound_ptr + ((this * (num_chunks + 1) + n + 1) * N + angles)
-        owed_turn = gl.load(owed_k_ptr + (chunk * N + R + angles)) * gl.load(bound)
-        owed_turn -= gl.load(owed_k_ptr + (chunk * N + angles)) * gl.load(bound + R)
-        mbarrier.wait(empty.index(NUMBERS + place), (i >> 1 & 1) ^ 1)
+        bound_first = gl.load(bound)
+        bound_second = gl.load(bound + R)
+        mbarrier.wait(empty[NUMBERS].index(place), (i >> 1 & 1) ^ 1)
         numbers.index(first + DT).store(dt)
         numbers.index(first + OWN).store(own)
         numbers.index(first + SCALE).store(scale)
@@ -146,22 +168,21 @@ def _numbers(
         to_end = gl.where(ts >= last_start, gate_total - gate_sum, float("-inf"))
         numbers.index(first + TO_END).store(scale * gl.exp(to_end))
         numbers.index(first + SKIP).store(skip)
-        numbers.index(first + OWED_V).store(owed_v)
-        numbers.index(first + OWED_K).store(owed_turned)
-        numbers.index(first + OWED_K + 1).store(owed_rest)
-        numbers.index(first + OWED_TURN).slice(0, R).store(owed_turn)
-        release(full.index(NUMBERS + place))
-        if i > 0:
-            _gates(i - 1, numbers, query_sums, value_sums, barriers, gate_ptrs, head, n, num_chunks, C)
-    _gates(steps - 1, numbers, query_sums, value_sums, barriers, gate_ptrs, head, n, num_chunks, C)
+        numbers.index(first + OWED_V).store(owed_v_out + owed_v)
+        numbers.index(first + OWED_K).slice(0, R).store(owed_first)
+        numbers.index(first + OWED_K).slice(R, R).store(owed_second)
+        numbers.index(first + OWED_K + 1).slice(0, R).store(owed_third)
+        numbers.index(first + OWED_K + 1).slice(R, R).store(owed_fourth)
+        numbers.index(first + OWED_TURN).slice(0, R).store(owed_second * bound_first - owed_first * bound_second)
+        release(full[NUMBERS].index(place))
 
 
 @gluon.jit
-def _expect(full, empty, what, phase, NUM_TILES: gl.constexpr, desc):
+def _expect(full, empty, what: gl.constexpr, phase, NUM_TILES: gl.constexpr, desc):
     """Once its places are free. Returns the barrier of the copies that follow."""
-    mbarrier.wait(empty.index(what), phase ^ 1)
-    mbarrier.expect(full.index(what), NUM_TILES * desc.block_type.nbytes)
-    return full.index(what)
+    mbarrier.wait(empty[what], phase ^ 1)
+    mbarrier.expect(full[what], NUM_TILES * desc.block_type.nbytes)
+    return full[what]
 
 
 @gluon.jit
@@ -206,11 +227,11 @@ def _write(grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps):
     P: gl.constexpr = z.shape[1]
     for i in range(0, steps):
         column = (head + i) * P
-        mbarrier.wait(made.index(GRADS), i & 1)
+        mbarrier.wait(made[GRADS], i & 1)
         tma.async_copy_shared_to_global(grad_z_desc, [n * C, column], z)
         tma.async_copy_shared_to_global(grad_x_desc, [n * C, column], grad_y)
         tma.store_wait(pendings=0)
-        mbarrier.arrive(empty.index(GATE))
+        mbarrier.arrive(empty[GATE])
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
@@ -317,20 +338,36 @@ def gradients_kernel(
     theta = gl.allocate_shared_memory(gl.float32, [C, R], wide)
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     numbers = gl.allocate_shared_memory(gl.float32, [2 * COUNT, C], plain)
-    query_sums = gl.allocate_shared_memory(gl.float32, [2 * QUERY_SUMS, C], plain)
+    query_sums = (
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+    )
     spent = gl.allocate_shared_memory(gl.float32, [C], plain)
-    value_sums = gl.allocate_shared_memory(gl.float32, [2 * VALUE_SUMS, C], plain)
+    value_sums = (
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+    )
 
-    full = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
-    made = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(7):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=READERS[i])
-    for i in gl.static_range(7):
-        mbarrier.init(made.index(i), count=1)
-        mbarrier.init(taken.index(i), count=TAKERS[i])
+    full = (_barrier(1), _barrier(1), _barrier(1), _barrier(1), _barrier(1), _two_barriers(1))
+    empty = (
+        _barrier(READERS[0]),
+        _barrier(READERS[1]),
+        _barrier(READERS[2]),
+        _barrier(READERS[3]),
+        _barrier(READERS[4]),
+        _two_barriers(READERS[5]),
+    )
+    made = (_barrier(1), _barrier(1), _barrier(1), _two_barriers(1), _two_barriers(1))
+    taken = (
+        _barrier(TAKERS[0]),
+        _barrier(TAKERS[1]),
+        _barrier(TAKERS[2]),
+        _two_barriers(TAKERS[3]),
+        _two_barriers(TAKERS[4]),
+    )
     fence_async_shared()
     barriers = (full, empty, made, taken)
     descs = (
@@ -410,12 +447,9 @@ def gradients_kernel(
                 _numbers,
                 (
                     numbers,
-                    query_sums,
-                    value_sums,
                     barriers,
                     (dt_ptr, own_ptr, scale_ptr, gate_sum_ptr, D_ptr),
                     (grad_v_out_ptr, grad_v_bound_ptr, owed_k_ptr, k_bound_ptr),
-                    (decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr),
                     doc_start_ptr,
                     head,
                     n,
@@ -429,7 +463,21 @@ def gradients_kernel(
                     HAS_DOCS,
                 ),
             ),
+            (
+                _gates,
+                (
+                    query_sums,
+                    value_sums,
+                    barriers,
+                    (scale_ptr, decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr),
+                    head,
+                    n,
+                    num_chunks,
+                    steps,
+                    C,
+                ),
+            ),
         ],
-        [4, 4, 1, 1, 1],
-        [168, 128, 24, 24, 24],
+        [4, 4, 1, 1, 1, 1],
+        [168, 128, 32, 32, 32, 32],
     )

@@ -12,17 +12,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 # What is fetched, and how many warpgroups read it: q, k and their turns; x and dY; z and dy; S~; E; the numbers, which
 # have two places.
 ROWS, VALUES, GATE, STATE, GRAD_STATE, NUMBERS = map(gl.constexpr, range(6))
-READERS = gl.constexpr((3, 3, 1, 2, 2, 3, 3))
+READERS = gl.constexpr((3, 3, 1, 2, 2, 3))
 # The numbers: of tokens up to D; then what the last token's v, k and angles are owed.
 DT, OWN, SCALE, GATE_SUM, FROM_START, TO_END, SKIP, OWED_V, OWED_K, OWED_TURN, COUNT = map(
     gl.constexpr, (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11)
 )
 # Numbers a token from which the gates' gradients come: two places of each.
-LOG_ROW, LOG_COLUMN, BOTH, QUERY_SUMS = map(gl.constexpr, range(4))
-FROM_STATE, AT_END, TRACE, GRAD_BOTH, VALUE_SUMS = map(gl.constexpr, range(5))
+LOG_ROW, LOG_COLUMN, BOTH = map(gl.constexpr, range(3))
+FROM_STATE, AT_END, TRACE, GRAD_BOTH = map(gl.constexpr, range(4))
 # Barriers of what the warpgroups make for each other; PAIRS is both the scores and their gradients, GRADS dz and dx.
-PAIRS, THETA, GRADS, OF_QUERIES, OF_VALUES = map(gl.constexpr, (0, 1, 2, 3, 5))
-TAKERS = gl.constexpr((2, 1, 1, 1, 1, 1, 1))
+PAIRS, THETA, GRADS, OF_QUERIES, OF_VALUES = map(gl.constexpr, range(5))
+TAKERS = gl.constexpr((2, 1, 1, 1, 1))
 
 
 @gluon.jit
@@ -163,7 +163,7 @@ def queries(
         place = i & 1
         place_phase = i >> 1 & 1
         first = COUNT * place
-        mbarrier.wait(full.index(NUMBERS + place), place_phase)
+        mbarrier.wait(full[NUMBERS].index(place), place_phase)
         # Masked before the exponential: what is masked may be above 0.
         log = _row(numbers, first + GATE_SUM, square) - _column(numbers, first + GATE_SUM, square)
         seen = t > s
@@ -173,8 +173,8 @@ def queries(
         own = _row(numbers, first + OWN, square)
         skip = _row(numbers, first + SKIP, square)
         from_start = _row(numbers, first + FROM_START, square)
-        mbarrier.wait(full.index(VALUES), phase)
-        mbarrier.wait(full.index(ROWS), phase)
+        mbarrier.wait(full[VALUES], phase)
+        mbarrier.wait(full[ROWS], phase)
         pairs = gl.zeros([C, C], gl.float32, square)
         grad_scores = gl.zeros([C, C], gl.float32, square)
         grad_scores = warpgroup_mma(grad_read, x.permute((1, 0)), grad_scores, use_acc=False, is_async=True)
@@ -185,16 +185,16 @@ def queries(
         log_pair = (grad_scores * scores.to(gl.float32)).to(gl.bfloat16)
         scores = gl.where(t == s, own * pairs + skip, scores.to(gl.float32)).to(dtype)
         grad_pairs = (grad_scores * gl.where(t == s, own, decay)).to(dtype)
-        mbarrier.wait(taken.index(PAIRS), phase ^ 1)
+        mbarrier.wait(taken[PAIRS], phase ^ 1)
         scores_tile.store(scores)
         pairs_tile.store(grad_pairs)
         log_tile.store(log_pair)
         fence_async_shared()
-        release(made.index(PAIRS))
+        release(made[PAIRS])
         both = gl.sum(gl.where(t == s, pairs, 0.0), axis=1)
-        mbarrier.wait(taken.index(OF_QUERIES + place), place_phase ^ 1)
-        mbarrier.wait(taken.index(THETA), phase ^ 1)
-        mbarrier.wait(full.index(STATE), phase)
+        mbarrier.wait(taken[OF_QUERIES].index(place), place_phase ^ 1)
+        mbarrier.wait(taken[THETA], phase ^ 1)
+        mbarrier.wait(full[STATE], phase)
         grad = gl.zeros([C, C], gl.float32, square)
         grad_rest = gl.zeros([C, C], gl.float32, square)
         log_row = gl.zeros([C, W], gl.float32, narrow)
@@ -207,22 +207,22 @@ def queries(
         grad, grad_rest, log_row, log_column = warpgroup_mma_wait(0, deps=(grad, grad_rest, log_row, log_column))
         grad = warpgroup_mma(pairs_tile, k, grad * from_start, is_async=True)
         grad_rest = warpgroup_mma(pairs_tile, k_rest, grad_rest * from_start, is_async=True)
-        sums.index(QUERY_SUMS * place + LOG_ROW).store(_row_sums(log_row))
-        sums.index(QUERY_SUMS * place + LOG_COLUMN).store(_row_sums(log_column))
-        sums.index(QUERY_SUMS * place + BOTH).store(both)
+        sums[LOG_ROW].index(place).store(_row_sums(log_row))
+        sums[LOG_COLUMN].index(place).store(_row_sums(log_column))
+        sums[BOTH].index(place).store(both)
         grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
-        release(made.index(OF_QUERIES + place))
-        mbarrier.arrive(empty.index(NUMBERS + place))
-        mbarrier.arrive(empty.index(STATE))
-        mbarrier.arrive(empty.index(VALUES))
+        release(made[OF_QUERIES].index(place))
+        mbarrier.arrive(empty[NUMBERS].index(place))
+        mbarrier.arrive(empty[STATE])
+        mbarrier.arrive(empty[VALUES])
         bias_rest = _start_bias(rest_tile, grad_rest, ones)
         sum_rest.store(sum_rest.load(square) + grad_rest)
         part, grad_first, grad_second = _turned_gradient(grad, q, square)
         theta.store(part)
         grad = _turned_back(grad_first, grad_second, turns, square)
         bias = _start_bias(turned_tile, grad, ones)
-        mbarrier.arrive(empty.index(ROWS))
-        mbarrier.arrive(made.index(THETA))
+        mbarrier.arrive(empty[ROWS])
+        mbarrier.arrive(made[THETA])
         sum_turned += grad
         bias, bias_rest = warpgroup_mma_wait(0, deps=(bias, bias_rest))
         chunk = (head + i).to(gl.int64) * num_chunks + n
@@ -275,9 +275,9 @@ def keys(
         place = i & 1
         place_phase = i >> 1 & 1
         first = COUNT * place
-        mbarrier.wait(full.index(NUMBERS + place), place_phase)
-        mbarrier.wait(full.index(VALUES), phase)
-        mbarrier.wait(full.index(GRAD_STATE), phase)
+        mbarrier.wait(full[NUMBERS].index(place), place_phase)
+        mbarrier.wait(full[VALUES], phase)
+        mbarrier.wait(full[GRAD_STATE], phase)
         grad = gl.zeros([C, C], gl.float32, square)
         grad_rest = gl.zeros([C, C], gl.float32, square)
         grad = warpgroup_mma(x, grad_state, grad, use_acc=False, is_async=True)
@@ -285,16 +285,16 @@ def keys(
         to_end = _row(numbers, first + TO_END, square)
         owed = _column(numbers, first + OWED_K + 1, square)
         grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
-        release(empty.index(GRAD_STATE))
-        mbarrier.arrive(empty.index(VALUES))
+        release(empty[GRAD_STATE])
+        mbarrier.arrive(empty[VALUES])
         grad = grad * to_end
         grad_rest = grad_rest * to_end + gl.where(t == last, owed, 0.0)
-        mbarrier.wait(full.index(ROWS), phase)
-        mbarrier.wait(made.index(PAIRS), phase)
+        mbarrier.wait(full[ROWS], phase)
+        mbarrier.wait(made[PAIRS], phase)
         grad = warpgroup_mma(pairs_tile.permute((1, 0)), q, grad, is_async=True)
         grad_rest = warpgroup_mma(pairs_tile.permute((1, 0)), q_rest, grad_rest, is_async=True)
         grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
-        release(taken.index(PAIRS))
+        release(taken[PAIRS])
         bias_rest = _start_bias(rest_tile, grad_rest, ones)
         sum_rest.store(sum_rest.load(square) + grad_rest)
         grad_theta, _, _ = _turned_gradient(grad, k, square)
@@ -309,11 +309,11 @@ def keys(
         grad = _turned_back(grad_first, grad_second, turns, square)
         dt = _row(numbers, first + DT, half)
         bias = _start_bias(turned_tile, grad, ones)
-        mbarrier.arrive(empty.index(ROWS))
+        mbarrier.arrive(empty[ROWS])
         sum_turned += grad
         bias, bias_rest = warpgroup_mma_wait(0, deps=(bias, bias_rest))
         bias_sums, bias_rest_sums = _row_sums(bias), _row_sums(bias_rest)
-        mbarrier.wait(made.index(THETA), phase)
+        mbarrier.wait(made[THETA], phase)
         grad_theta += theta.load(half)
         gl.thread_barrier()  # the products above are done in all warps
         # Three bfloat16 numbers hold all digits of a float32.
@@ -324,7 +324,7 @@ def keys(
         high_tile.store(_joined(high, middle, square))
         low_tile.store(_joined(low, low - low, square))
         fence_async_shared()
-        release(taken.index(THETA))
+        release(taken[THETA])
         speed = gl.load(speed_ptr + half_t * R + angles, mask=in_chunk, other=0.0)
         turn = gl.zeros([C, C], gl.float32, square)
         turn = warpgroup_mma(seen, low_tile, turn, use_acc=False, is_async=True)
@@ -340,7 +340,7 @@ def keys(
             turn_total_ptr + chunk * R + (angles + 0 * half_t), grad_turn * from_before, mask=half_t + 0 * angles == 0
         )
         sum_speed += grad_turn * dt
-        release(empty.index(NUMBERS + place))
+        release(empty[NUMBERS].index(place))
     _store_sum(rows_ptr, sum_turned, sum_rest.load(square), dtype, square)
     gl.store(speed_rows_ptr + half_t * R + angles, sum_speed.to(dtype))
 
@@ -362,11 +362,11 @@ def values(tiles, numbers, made_tiles, sums, barriers, n, num_tokens, steps):
         place = i & 1
         place_phase = i >> 1 & 1
         first = COUNT * place
-        mbarrier.wait(full.index(NUMBERS + place), place_phase)
-        mbarrier.wait(full.index(STATE), phase)
-        mbarrier.wait(full.index(GRAD_STATE), phase)
-        mbarrier.wait(full.index(VALUES), phase)
-        mbarrier.wait(full.index(ROWS), phase)
+        mbarrier.wait(full[NUMBERS].index(place), place_phase)
+        mbarrier.wait(full[STATE], phase)
+        mbarrier.wait(full[GRAD_STATE], phase)
+        mbarrier.wait(full[VALUES], phase)
+        mbarrier.wait(full[ROWS], phase)
         # <S~, E>, as the trace of a product.
         states = gl.zeros([C, C], gl.float32, square)
         states = warpgroup_mma(state, grad_state.permute((1, 0)), states, use_acc=False, is_async=True)
@@ -386,27 +386,27 @@ def values(tiles, numbers, made_tiles, sums, barriers, n, num_tokens, steps):
         read = read * from_start
         from_state = gl.sum(read * grad_read.load(square).to(gl.float32), axis=1)
         grad_v = warpgroup_mma_wait(0, deps=(grad_v,))
-        release(empty.index(GRAD_STATE))
-        mbarrier.arrive(empty.index(STATE))
-        mbarrier.arrive(empty.index(ROWS))
+        release(empty[GRAD_STATE])
+        mbarrier.arrive(empty[STATE])
+        mbarrier.arrive(empty[ROWS])
         grad_v = grad_v * to_end
         at_end = gl.sum(grad_v * x.load(square).to(gl.float32), axis=1)
         grad_v += gl.where(t == last, _column(numbers, first + OWED_V, square), 0.0)
-        mbarrier.wait(taken.index(OF_VALUES + place), place_phase ^ 1)
-        sums.index(VALUE_SUMS * place + FROM_STATE).store(from_state)
-        sums.index(VALUE_SUMS * place + AT_END).store(at_end)
-        sums.index(VALUE_SUMS * place + TRACE).store(trace)
-        sums.index(VALUE_SUMS * place + GRAD_BOTH).store(grad_both)
-        release(made.index(OF_VALUES + place))
-        mbarrier.wait(made.index(PAIRS), phase)
+        mbarrier.wait(taken[OF_VALUES].index(place), place_phase ^ 1)
+        sums[FROM_STATE].index(place).store(from_state)
+        sums[AT_END].index(place).store(at_end)
+        sums[TRACE].index(place).store(trace)
+        sums[GRAD_BOTH].index(place).store(grad_both)
+        release(made[OF_VALUES].index(place))
+        mbarrier.wait(made[PAIRS], phase)
         read = warpgroup_mma(scores_tile, x, read, is_async=True)
         grad_v = warpgroup_mma(scores_tile.permute((1, 0)), grad_read, grad_v, is_async=True)
         read, grad_v = warpgroup_mma_wait(0, deps=(read, grad_v))
-        release(empty.index(VALUES))
-        mbarrier.arrive(empty.index(NUMBERS + place))
-        mbarrier.arrive(taken.index(PAIRS))
+        release(empty[VALUES])
+        mbarrier.arrive(empty[NUMBERS].index(place))
+        mbarrier.arrive(taken[PAIRS])
         grad_v = grad_v.to(dtype)
-        mbarrier.wait(full.index(GATE), phase)
+        mbarrier.wait(full[GATE], phase)
         gate = z.load(square).to(gl.float32)
         share = reciprocal(1.0 + _power(gate * -1.4426950408889634))
         read = read * (share * (1.0 + gate * (1.0 - share)))
@@ -415,4 +415,4 @@ def values(tiles, numbers, made_tiles, sums, barriers, n, num_tokens, steps):
         z.store(read.to(dtype))
         grad_y.store(grad_v)
         fence_async_shared()
-        release(made.index(GRADS))
+        release(made[GRADS])
