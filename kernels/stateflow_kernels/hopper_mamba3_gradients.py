@@ -318,9 +318,9 @@ def gradients_kernel(
         gl.allocate_shared_memory(dtype, [C, C], layout),
     )
     log_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], layout)
-    pieces = (
-        gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
-        gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
+    key_tiles = (
+        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [C, C], layout),
     )
     seen = gl.allocate_shared_memory(gl.bfloat16, [C, C], layout)
     # Sums over heads of what does not turn: registers for those, too, would be too many.
@@ -418,7 +418,7 @@ def gradients_kernel(
                     numbers,
                     made_tiles,
                     theta,
-                    pieces,
+                    key_tiles,
                     key_rest,
                     ones,
                     seen,

@@ -68,6 +68,12 @@ def _power(x):
 
 
 @gluon.jit
+def _high_bits(x):
+    """Of a float32 what fits into a bfloat16, cut off."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, 0xffff0000;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -103,15 +109,19 @@ def _row_sums(x):
 
 
 @gluon.jit
-def _start_bias(tile, rows, ones):
-    """Leaves a head's rows in a tile, and starts its product with ones [C, W]: their sums over tokens."""
+def _start_biases(turned_tile, rest_tile, turned, rest, ones):
+    """Leaves a head's rows in tiles, and starts their products with ones [C, W]: their sums over tokens."""
     C: gl.constexpr = ones.shape[0]
     W: gl.constexpr = ones.shape[1]
     narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
-    tile.store(rows.to(tile.dtype))
+    turned_tile.store(turned.to(turned_tile.dtype))
+    rest_tile.store(rest.to(rest_tile.dtype))
     fence_async_shared()
     gl.thread_barrier()
-    return warpgroup_mma(tile.permute((1, 0)), ones, gl.zeros([C, W], gl.float32, narrow), use_acc=False, is_async=True)
+    bias = gl.zeros([C, W], gl.float32, narrow)
+    bias_rest = gl.zeros([C, W], gl.float32, narrow)
+    bias = warpgroup_mma(turned_tile.permute((1, 0)), ones, bias, use_acc=False, is_async=True)
+    return bias, warpgroup_mma(rest_tile.permute((1, 0)), ones, bias_rest, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -181,9 +191,9 @@ def queries(
         pairs = warpgroup_mma(q, k.permute((1, 0)), pairs, use_acc=False, is_async=True)
         pairs = warpgroup_mma(q_rest, k_rest.permute((1, 0)), pairs, is_async=True)
         pairs, grad_scores = warpgroup_mma_wait(0, deps=(pairs, grad_scores))
-        scores = (pairs * decay).to(dtype)
-        log_pair = (grad_scores * scores.to(gl.float32)).to(gl.bfloat16)
-        scores = gl.where(t == s, own * pairs + skip, scores.to(gl.float32)).to(dtype)
+        scores = pairs * decay
+        log_pair = (grad_scores * scores).to(gl.bfloat16)
+        scores = gl.where(t == s, own * pairs + skip, scores).to(dtype)
         grad_pairs = (grad_scores * gl.where(t == s, own, decay)).to(dtype)
         mbarrier.wait(taken[PAIRS], phase ^ 1)
         scores_tile.store(scores)
@@ -215,15 +225,14 @@ def queries(
         mbarrier.arrive(empty[NUMBERS].index(place))
         mbarrier.arrive(empty[STATE])
         mbarrier.arrive(empty[VALUES])
-        bias_rest = _start_bias(rest_tile, grad_rest, ones)
-        sum_rest.store(sum_rest.load(square) + grad_rest)
         part, grad_first, grad_second = _turned_gradient(grad, q, square)
         theta.store(part)
         grad = _turned_back(grad_first, grad_second, turns, square)
-        bias = _start_bias(turned_tile, grad, ones)
+        bias, bias_rest = _start_biases(turned_tile, rest_tile, grad, grad_rest, ones)
         mbarrier.arrive(empty[ROWS])
         mbarrier.arrive(made[THETA])
         sum_turned += grad
+        sum_rest.store(sum_rest.load(square) + grad_rest)
         bias, bias_rest = warpgroup_mma_wait(0, deps=(bias, bias_rest))
         chunk = (head + i).to(gl.int64) * num_chunks + n
         _store_bias(bias_ptr + chunk * (2 * C), _row_sums(bias), _row_sums(bias_rest))
@@ -232,20 +241,18 @@ def queries(
 
 @gluon.jit
 def keys(
-    tiles, turns, numbers, made_tiles, theta, pieces, sum_rest, ones, seen, spent, barriers, rows_ptr, bias_ptr,
+    tiles, turns, numbers, made_tiles, theta, rows, sum_rest, ones, seen, spent, barriers, rows_ptr, bias_ptr,
     speed_ptr, speed_rows_ptr, grad_turn_ptr, turn_total_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps,
     R: gl.constexpr, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """What B, its parameters and the angles get."""
     x, _, _, _, _, _, grad_state, grad_state_rest, k, _, q, q_rest = tiles
     _, pairs_tile = made_tiles
-    high_tile, low_tile = pieces
+    turned_tile, rest_tile = rows
     full, empty, made, taken = barriers
     dtype: gl.constexpr = x.dtype
     C: gl.constexpr = x.shape[0]
-    # Their places also hold rows, before.
-    rest_tile = high_tile._reinterpret(dtype, [C, C], x.type.layout)
-    turned_tile = low_tile._reinterpret(dtype, [C, C], x.type.layout)
+    theta_tile = turned_tile._reinterpret(gl.bfloat16, [C, C], x.type.layout)  # later in the same place
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
     of_row: gl.constexpr = gl.SliceLayout(1, square)
     ts = gl.arange(0, C, layout=of_row)
@@ -295,8 +302,6 @@ def keys(
         grad_rest = warpgroup_mma(pairs_tile.permute((1, 0)), q_rest, grad_rest, is_async=True)
         grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
         release(taken[PAIRS])
-        bias_rest = _start_bias(rest_tile, grad_rest, ones)
-        sum_rest.store(sum_rest.load(square) + grad_rest)
         grad_theta, _, _ = _turned_gradient(grad, k, square)
         # With k of the last token as it was handed on.
         owed = gl.expand_dims(numbers.index(first + OWED_TURN).slice(0, R).load(gl.SliceLayout(0, half)), 0)
@@ -308,27 +313,23 @@ def keys(
         grad_first, grad_second = _halves(grad)
         grad = _turned_back(grad_first, grad_second, turns, square)
         dt = _row(numbers, first + DT, half)
-        bias = _start_bias(turned_tile, grad, ones)
+        bias, bias_rest = _start_biases(turned_tile, rest_tile, grad, grad_rest, ones)
         mbarrier.arrive(empty[ROWS])
         sum_turned += grad
+        sum_rest.store(sum_rest.load(square) + grad_rest)
         bias, bias_rest = warpgroup_mma_wait(0, deps=(bias, bias_rest))
         bias_sums, bias_rest_sums = _row_sums(bias), _row_sums(bias_rest)
         mbarrier.wait(made[THETA], phase)
         grad_theta += theta.load(half)
         gl.thread_barrier()  # the products above are done in all warps
-        # Three bfloat16 numbers hold all digits of a float32.
-        high = grad_theta.to(gl.bfloat16)
-        grad_theta -= high.to(gl.float32)
-        middle = grad_theta.to(gl.bfloat16)
-        low = (grad_theta - middle.to(gl.float32)).to(gl.bfloat16)
-        high_tile.store(_joined(high, middle, square))
-        low_tile.store(_joined(low, low - low, square))
+        # Two bfloat16 numbers hold 16 digits of a float32, and far more than q and k have.
+        high = _high_bits(grad_theta)
+        theta_tile.store(_joined(high, grad_theta - high, square).to(gl.bfloat16))
         fence_async_shared()
         release(taken[THETA])
         speed = gl.load(speed_ptr + half_t * R + angles, mask=in_chunk, other=0.0)
         turn = gl.zeros([C, C], gl.float32, square)
-        turn = warpgroup_mma(seen, low_tile, turn, use_acc=False, is_async=True)
-        turn = warpgroup_mma(seen, high_tile, turn, is_async=True)
+        turn = warpgroup_mma(seen, theta_tile, turn, use_acc=False, is_async=True)
         turn = warpgroup_mma_wait(0, deps=(turn,))
         left, right = _halves(turn)
         grad_turn = left + right
@@ -371,26 +372,27 @@ def values(tiles, numbers, made_tiles, sums, barriers, n, num_tokens, steps):
         states = gl.zeros([C, C], gl.float32, square)
         states = warpgroup_mma(state, grad_state.permute((1, 0)), states, use_acc=False, is_async=True)
         states = warpgroup_mma(state_rest, grad_state_rest.permute((1, 0)), states, is_async=True)
-        grad_both = gl.sum(x.load(square).to(gl.float32) * grad_read.load(square).to(gl.float32), axis=1)
         to_end = _row(numbers, first + TO_END, square)
         from_start = _row(numbers, first + FROM_START, square)
         states = warpgroup_mma_wait(0, deps=(states,))
         read = gl.zeros([C, C], gl.float32, square)
         read = warpgroup_mma(q, state.permute((1, 0)), read, use_acc=False, is_async=True)
         read = warpgroup_mma(q_rest, state_rest.permute((1, 0)), read, is_async=True)
-        trace = gl.sum(gl.where(t == s, states, 0.0), axis=1)
-        read = warpgroup_mma_wait(0, deps=(read,))
         grad_v = gl.zeros([C, C], gl.float32, square)
         grad_v = warpgroup_mma(k, grad_state.permute((1, 0)), grad_v, use_acc=False, is_async=True)
         grad_v = warpgroup_mma(k_rest, grad_state_rest.permute((1, 0)), grad_v, is_async=True)
-        read = read * from_start
-        from_state = gl.sum(read * grad_read.load(square).to(gl.float32), axis=1)
-        grad_v = warpgroup_mma_wait(0, deps=(grad_v,))
+        trace = gl.sum(gl.where(t == s, states, 0.0), axis=1)
+        read, grad_v = warpgroup_mma_wait(0, deps=(read, grad_v))
         release(empty[GRAD_STATE])
         mbarrier.arrive(empty[STATE])
         mbarrier.arrive(empty[ROWS])
+        read = read * from_start
         grad_v = grad_v * to_end
-        at_end = gl.sum(grad_v * x.load(square).to(gl.float32), axis=1)
+        values = x.load(square).to(gl.float32)
+        grads = grad_read.load(square).to(gl.float32)
+        grad_both = gl.sum(values * grads, axis=1)
+        from_state = gl.sum(read * grads, axis=1)
+        at_end = gl.sum(grad_v * values, axis=1)
         grad_v += gl.where(t == last, _column(numbers, first + OWED_V, square), 0.0)
         mbarrier.wait(taken[OF_VALUES].index(place), place_phase ^ 1)
         sums[FROM_STATE].index(place).store(from_state)

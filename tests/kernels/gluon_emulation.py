@@ -277,7 +277,8 @@ def _scan(x, axis: int, combine):
 
 
 _INSTRUCTIONS = {
-    "sin": torch.sin, "cos": torch.cos, "ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal
+    "sin": torch.sin, "cos": torch.cos, "ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal,
+    "and": lambda x: (x.view(torch.int32) & -(2**16)).view(torch.float32),
 }  # fmt: skip
 
 
