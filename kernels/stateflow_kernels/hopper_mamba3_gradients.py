@@ -37,21 +37,20 @@ from .hopper_mamba3_groups import (
     LOG_COLUMN,
     LOG_ROW,
     NUMBERS,
-    OF_QUERIES,
-    OF_VALUES,
     OWED_K,
     OWED_TURN,
     OWED_V,
     OWN,
     READERS,
     ROWS,
-    SCALE,
     SKIP,
     STATE,
+    SUMS,
     TAKERS,
     TO_END,
     TRACE,
     VALUES,
+    WRITTEN,
     keys,
     queries,
     reciprocal,
@@ -81,7 +80,12 @@ def _barrier(count: gl.constexpr):
 
 
 @gluon.jit
-def _gates(query_sums, value_sums, barriers, ptrs, head, n, num_chunks, steps, C: gl.constexpr):
+def _log_two(x):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _gates(sums, barriers, ptrs, head, n, num_chunks, steps, C: gl.constexpr):
     """The gradients of each head's gate sums and of s and g."""
     scale_ptr, decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr = ptrs
     _, _, made, taken = barriers
@@ -94,17 +98,13 @@ def _gates(query_sums, value_sums, barriers, ptrs, head, n, num_chunks, steps, C
         token = chunk * C + ts
         scale = gl.load(scale_ptr + token)
         decay = gl.load(decay_ptr + chunk)
-        mbarrier.wait(made[OF_QUERIES].index(place), phase)
-        read_by = query_sums[LOG_COLUMN].index(place).load(line)
-        grad_gate = query_sums[LOG_ROW].index(place).load(line) - read_by
-        both = query_sums[BOTH].index(place).load(line)
-        release(taken[OF_QUERIES].index(place))
-        mbarrier.wait(made[OF_VALUES].index(place), phase)
-        at_end = value_sums[AT_END].index(place).load(line)
-        grad_both = value_sums[GRAD_BOTH].index(place).load(line)
-        trace = value_sums[TRACE].index(place).load(line)
-        grad_gate += value_sums[FROM_STATE].index(place).load(line)
-        release(taken[OF_VALUES].index(place))
+        mbarrier.wait(made[SUMS].index(place), phase)
+        read_by = sums[LOG_COLUMN].index(place).load(line)
+        both = sums[BOTH].index(place).load(line)
+        at_end = sums[AT_END].index(place).load(line)
+        grad_both = sums[GRAD_BOTH].index(place).load(line)
+        trace = sums[TRACE].index(place).load(line)
+        grad_gate = sums[LOG_ROW].index(place).load(line) - read_by + sums[FROM_STATE].index(place).load(line)
         of_state = gl.sum(at_end + decay * trace, axis=0)
         grad_gate = grad_gate - at_end + gl.where(ts == C - 1, of_state, 0.0)
         # <k, dkh>, from what is there: see `key_gradients_kernel`.
@@ -114,6 +114,8 @@ def _gates(query_sums, value_sums, barriers, ptrs, head, n, num_chunks, steps, C
         gl.store(grad_scale_ptr + token, grad_scale)
         gl.store(grad_own_ptr + token, grad_scale + grad_both * both)
         gl.store(grad_both_ptr + token, grad_both)
+        # What was loaded has been stored.
+        release(taken[SUMS].index(place))
 
 
 @gluon.jit
@@ -162,8 +164,9 @@ def _numbers(
         mbarrier.wait(empty[NUMBERS].index(place), (i >> 1 & 1) ^ 1)
         numbers.index(first + DT).store(dt)
         numbers.index(first + OWN).store(own)
-        numbers.index(first + SCALE).store(scale)
-        numbers.index(first + GATE_SUM).store(gate_sum * 1.4426950408889634)  # for powers of 2
+        log = gate_sum * 1.4426950408889634  # for powers of 2
+        numbers.index(first + GATE_SUM).store(log)
+        numbers.index(first + WRITTEN).store(log - _log_two(scale))
         numbers.index(first + FROM_START).store(gl.where(start < 0, gl.exp(gate_sum), 0.0))
         to_end = gl.where(ts >= last_start, gate_total - gate_sum, float("-inf"))
         numbers.index(first + TO_END).store(scale * gl.exp(to_end))
@@ -312,12 +315,12 @@ def gradients_kernel(
     made_tiles = (
         gl.allocate_shared_memory(dtype, [C, C], layout),
         gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
     )
     query_tiles = (
         gl.allocate_shared_memory(dtype, [C, C], layout),
         gl.allocate_shared_memory(dtype, [C, C], layout),
     )
-    log_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], layout)
     key_tiles = (
         gl.allocate_shared_memory(dtype, [C, C], layout),
         gl.allocate_shared_memory(dtype, [C, C], layout),
@@ -338,13 +341,11 @@ def gradients_kernel(
     theta = gl.allocate_shared_memory(gl.float32, [C, R], wide)
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     numbers = gl.allocate_shared_memory(gl.float32, [2 * COUNT, C], plain)
-    query_sums = (
-        gl.allocate_shared_memory(gl.float32, [2, C], plain),
-        gl.allocate_shared_memory(gl.float32, [2, C], plain),
-        gl.allocate_shared_memory(gl.float32, [2, C], plain),
-    )
     spent = gl.allocate_shared_memory(gl.float32, [C], plain)
-    value_sums = (
+    sums = (
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
         gl.allocate_shared_memory(gl.float32, [2, C], plain),
         gl.allocate_shared_memory(gl.float32, [2, C], plain),
         gl.allocate_shared_memory(gl.float32, [2, C], plain),
@@ -360,13 +361,12 @@ def gradients_kernel(
         _barrier(READERS[4]),
         _two_barriers(READERS[5]),
     )
-    made = (_barrier(1), _barrier(1), _barrier(1), _two_barriers(1), _two_barriers(1))
+    made = (_barrier(1), _barrier(1), _barrier(1), _two_barriers(1))
     taken = (
         _barrier(TAKERS[0]),
         _barrier(TAKERS[1]),
         _barrier(TAKERS[2]),
         _two_barriers(TAKERS[3]),
-        _two_barriers(TAKERS[4]),
     )
     fence_async_shared()
     barriers = (full, empty, made, taken)
@@ -393,11 +393,9 @@ def gradients_kernel(
                     made_tiles,
                     theta,
                     query_tiles,
-                    log_tile,
                     query_rest,
                     ones,
-                    log_ones,
-                    query_sums,
+                    sums,
                     barriers,
                     query_rows_ptr + group_rows * N,
                     query_bias_ptr,
@@ -440,7 +438,7 @@ def gradients_kernel(
                     HAS_DOCS,
                 ),
             ),
-            (values, (tiles, numbers, made_tiles, value_sums, barriers, n, num_tokens, steps)),
+            (values, (tiles, numbers, made_tiles, log_ones, sums, barriers, n, num_tokens, steps)),
             (_fetch, (descs, tiles, turns, barriers, head, n, num_chunks, steps)),
             (_write, (grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps)),
             (
@@ -466,8 +464,7 @@ def gradients_kernel(
             (
                 _gates,
                 (
-                    query_sums,
-                    value_sums,
+                    sums,
                     barriers,
                     (scale_ptr, decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr),
                     head,

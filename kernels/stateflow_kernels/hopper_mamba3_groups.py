@@ -13,16 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 # have two places.
 ROWS, VALUES, GATE, STATE, GRAD_STATE, NUMBERS = map(gl.constexpr, range(6))
 READERS = gl.constexpr((3, 3, 1, 2, 2, 3))
-# The numbers: of tokens up to D; then what the last token's v, k and angles are owed.
-DT, OWN, SCALE, GATE_SUM, FROM_START, TO_END, SKIP, OWED_V, OWED_K, OWED_TURN, COUNT = map(
+# The numbers: of tokens up to D, WRITTEN is the gate sum less the logarithm of s; then what the last token's v, k and angles are owed.
+DT, OWN, WRITTEN, GATE_SUM, FROM_START, TO_END, SKIP, OWED_V, OWED_K, OWED_TURN, COUNT = map(
     gl.constexpr, (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11)
 )
 # Numbers a token from which the gates' gradients come: two places of each.
-LOG_ROW, LOG_COLUMN, BOTH = map(gl.constexpr, range(3))
-FROM_STATE, AT_END, TRACE, GRAD_BOTH = map(gl.constexpr, range(4))
-# Barriers of what the warpgroups make for each other; PAIRS is both the scores and their gradients, GRADS dz and dx.
-PAIRS, THETA, GRADS, OF_QUERIES, OF_VALUES = map(gl.constexpr, range(5))
-TAKERS = gl.constexpr((2, 1, 1, 1, 1))
+FROM_STATE, AT_END, TRACE, GRAD_BOTH, LOG_ROW, LOG_COLUMN, BOTH = map(gl.constexpr, range(7))
+# Barriers of what the warpgroups make for each other; PAIRS: scores, their gradients, the products of both and the last
+# of the sums; GRADS: dz and dx.
+PAIRS, THETA, GRADS, SUMS = map(gl.constexpr, range(4))
+TAKERS = gl.constexpr((2, 1, 1, 1))
 
 
 @gluon.jit
@@ -146,19 +146,17 @@ def _store_sum(rows_ptr, turned, rest, dtype: gl.constexpr, layout: gl.constexpr
 
 @gluon.jit
 def queries(
-    tiles, turns, numbers, made_tiles, theta, rows, log_tile, sum_rest, ones, log_ones, sums, barriers, rows_ptr,
+    tiles, turns, numbers, made_tiles, theta, rows, sum_rest, ones, sums, barriers, rows_ptr,
     bias_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """The scores, their gradients, and what C and its parameters get."""
     x, grad_read, _, _, state, state_rest, _, _, k, k_rest, q, q_rest = tiles
-    scores_tile, pairs_tile = made_tiles
+    scores_tile, pairs_tile, log_tile = made_tiles
     turned_tile, rest_tile = rows
     full, empty, made, taken = barriers
     dtype: gl.constexpr = x.dtype
     C: gl.constexpr = x.shape[0]
-    W: gl.constexpr = ones.shape[1]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
-    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     of_row: gl.constexpr = gl.SliceLayout(1, square)
     ts = gl.arange(0, C, layout=of_row)
     t = gl.expand_dims(ts, 1)
@@ -175,11 +173,11 @@ def queries(
         first = COUNT * place
         mbarrier.wait(full[NUMBERS].index(place), place_phase)
         # Masked before the exponential: what is masked may be above 0.
-        log = _row(numbers, first + GATE_SUM, square) - _column(numbers, first + GATE_SUM, square)
+        log = _row(numbers, first + GATE_SUM, square) - _column(numbers, first + WRITTEN, square)
         seen = t > s
         if HAS_DOCS:
             seen = seen & (s >= start)
-        decay = _power(gl.where(seen, log, float("-inf"))) * _column(numbers, first + SCALE, square)
+        decay = _power(gl.where(seen, log, float("-inf")))
         own = _row(numbers, first + OWN, square)
         skip = _row(numbers, first + SKIP, square)
         from_start = _row(numbers, first + FROM_START, square)
@@ -195,34 +193,26 @@ def queries(
         log_pair = (grad_scores * scores).to(gl.bfloat16)
         scores = gl.where(t == s, own * pairs + skip, scores).to(dtype)
         grad_pairs = (grad_scores * gl.where(t == s, own, decay)).to(dtype)
+        both = gl.sum(gl.where(t == s, pairs, 0.0), axis=1)
         mbarrier.wait(taken[PAIRS], phase ^ 1)
+        mbarrier.wait(taken[SUMS].index(place), place_phase ^ 1)
+        sums[BOTH].index(place).store(both)
         scores_tile.store(scores)
         pairs_tile.store(grad_pairs)
         log_tile.store(log_pair)
         fence_async_shared()
         release(made[PAIRS])
-        both = gl.sum(gl.where(t == s, pairs, 0.0), axis=1)
-        mbarrier.wait(taken[OF_QUERIES].index(place), place_phase ^ 1)
         mbarrier.wait(taken[THETA], phase ^ 1)
         mbarrier.wait(full[STATE], phase)
         grad = gl.zeros([C, C], gl.float32, square)
         grad_rest = gl.zeros([C, C], gl.float32, square)
-        log_row = gl.zeros([C, W], gl.float32, narrow)
-        log_column = gl.zeros([C, W], gl.float32, narrow)
         grad = warpgroup_mma(grad_read, state, grad, use_acc=False, is_async=True)
         grad_rest = warpgroup_mma(grad_read, state_rest, grad_rest, use_acc=False, is_async=True)
-        # Both sums of one tile: where a gate is large, they must cancel.
-        log_row = warpgroup_mma(log_tile, log_ones, log_row, use_acc=False, is_async=True)
-        log_column = warpgroup_mma(log_tile.permute((1, 0)), log_ones, log_column, use_acc=False, is_async=True)
-        grad, grad_rest, log_row, log_column = warpgroup_mma_wait(0, deps=(grad, grad_rest, log_row, log_column))
+        grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
         grad = warpgroup_mma(pairs_tile, k, grad * from_start, is_async=True)
         grad_rest = warpgroup_mma(pairs_tile, k_rest, grad_rest * from_start, is_async=True)
-        sums[LOG_ROW].index(place).store(_row_sums(log_row))
-        sums[LOG_COLUMN].index(place).store(_row_sums(log_column))
-        sums[BOTH].index(place).store(both)
         grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
-        release(made[OF_QUERIES].index(place))
-        mbarrier.arrive(empty[NUMBERS].index(place))
+        release(empty[NUMBERS].index(place))
         mbarrier.arrive(empty[STATE])
         mbarrier.arrive(empty[VALUES])
         part, grad_first, grad_second = _turned_gradient(grad, q, square)
@@ -247,7 +237,7 @@ def keys(
 ):  # fmt: skip
     """What B, its parameters and the angles get."""
     x, _, _, _, _, _, grad_state, grad_state_rest, k, _, q, q_rest = tiles
-    _, pairs_tile = made_tiles
+    _, pairs_tile, _ = made_tiles
     turned_tile, rest_tile = rows
     full, empty, made, taken = barriers
     dtype: gl.constexpr = x.dtype
@@ -347,14 +337,16 @@ def keys(
 
 
 @gluon.jit
-def values(tiles, numbers, made_tiles, sums, barriers, n, num_tokens, steps):
+def values(tiles, numbers, made_tiles, log_ones, sums, barriers, n, num_tokens, steps):
     """dz and dx, in the places of z and dy, and what reads and writes tell of the gates."""
     x, grad_read, z, grad_y, state, state_rest, grad_state, grad_state_rest, k, k_rest, q, q_rest = tiles
-    scores_tile, _ = made_tiles
+    scores_tile, _, log_tile = made_tiles
     full, empty, made, taken = barriers
     dtype: gl.constexpr = x.dtype
     C: gl.constexpr = x.shape[0]
+    W: gl.constexpr = log_ones.shape[1]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     t = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, square)), 1)
     s = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, square)), 0)
     last = gl.minimum(num_tokens - n * C, C) - 1
@@ -394,17 +386,24 @@ def values(tiles, numbers, made_tiles, sums, barriers, n, num_tokens, steps):
         from_state = gl.sum(read * grads, axis=1)
         at_end = gl.sum(grad_v * values, axis=1)
         grad_v += gl.where(t == last, _column(numbers, first + OWED_V, square), 0.0)
-        mbarrier.wait(taken[OF_VALUES].index(place), place_phase ^ 1)
+        mbarrier.wait(made[PAIRS], phase)
+        read = warpgroup_mma(scores_tile, x, read, is_async=True)
+        grad_v = warpgroup_mma(scores_tile.permute((1, 0)), grad_read, grad_v, is_async=True)
+        log_row = gl.zeros([C, W], gl.float32, narrow)
+        log_column = gl.zeros([C, W], gl.float32, narrow)
+        # Both sums of one tile: where a gate is large, they must cancel.
+        log_row = warpgroup_mma(log_tile, log_ones, log_row, use_acc=False, is_async=True)
+        log_column = warpgroup_mma(log_tile.permute((1, 0)), log_ones, log_column, use_acc=False, is_async=True)
+        mbarrier.wait(taken[SUMS].index(place), place_phase ^ 1)
         sums[FROM_STATE].index(place).store(from_state)
         sums[AT_END].index(place).store(at_end)
         sums[TRACE].index(place).store(trace)
         sums[GRAD_BOTH].index(place).store(grad_both)
-        release(made[OF_VALUES].index(place))
-        mbarrier.wait(made[PAIRS], phase)
-        read = warpgroup_mma(scores_tile, x, read, is_async=True)
-        grad_v = warpgroup_mma(scores_tile.permute((1, 0)), grad_read, grad_v, is_async=True)
-        read, grad_v = warpgroup_mma_wait(0, deps=(read, grad_v))
-        release(empty[VALUES])
+        read, grad_v, log_row, log_column = warpgroup_mma_wait(0, deps=(read, grad_v, log_row, log_column))
+        sums[LOG_ROW].index(place).store(_row_sums(log_row))
+        sums[LOG_COLUMN].index(place).store(_row_sums(log_column))
+        release(made[SUMS].index(place))
+        mbarrier.arrive(empty[VALUES])
         mbarrier.arrive(empty[NUMBERS].index(place))
         mbarrier.arrive(taken[PAIRS])
         grad_v = grad_v.to(dtype)
