@@ -56,6 +56,7 @@ from .hopper_mamba3_groups import (
     reciprocal,
     release,
     starts,
+    tiles_at,
     values,
 )
 
@@ -192,7 +193,7 @@ def _expect(full, empty, what: gl.constexpr, phase, NUM_TILES: gl.constexpr, des
 def _fetch(descs, tiles, turns, barriers, head, n, num_chunks, steps):
     """All loads, of each head in the order in which the places become free."""
     x_desc, grad_read_desc, z_desc, grad_y_desc, states_desc, grad_states_desc, k_desc, q_desc, turns_desc = descs
-    x, grad_read, z, grad_y, state, state_rest, grad_state, grad_state_rest, k, k_rest, q, q_rest = tiles
+    x, grad_read, z, grad_y, state, state_rest, grad_state, grad_state_rest, k, k_rest, q, q_rest = tiles_at(tiles, 0)
     full, empty, _, _ = barriers
     C: gl.constexpr = x.shape[0]
     P: gl.constexpr = x.shape[1]
@@ -224,7 +225,7 @@ def _fetch(descs, tiles, turns, barriers, head, n, num_chunks, steps):
 @gluon.jit
 def _write(grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps):
     """dz and dx, which are in the places of z and dy."""
-    _, _, z, grad_y, _, _, _, _, _, _, _, _ = tiles
+    _, _, z, grad_y, _, _, _, _, _, _, _, _ = tiles_at(tiles, 0)
     _, empty, made, _ = barriers
     C: gl.constexpr = z.shape[0]
     P: gl.constexpr = z.shape[1]
@@ -298,45 +299,45 @@ def gradients_kernel(
     steps = gl.minimum(H - head, GROUP)
     layout: gl.constexpr = x_desc.layout
     tiles = (
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
     )
-    turns = gl.allocate_shared_memory(gl.float16, [C, 2 * R], turns_desc.layout)
+    turns = gl.allocate_shared_memory(gl.float16, [1, C, 2 * R], turns_desc.layout)
     made_tiles = (
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(gl.bfloat16, [1, C, C], layout),
     )
     query_tiles = (
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
     )
     key_tiles = (
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
     )
-    seen = gl.allocate_shared_memory(gl.bfloat16, [C, C], layout)
+    seen = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], layout)
     # Sums over heads of what does not turn: registers for those, too, would be too many.
     sum_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
     query_rest = gl.allocate_shared_memory(gl.float32, [C, C], sum_layout)
     key_rest = gl.allocate_shared_memory(gl.float32, [C, C], sum_layout)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 16], dtype)
-    ones = gl.allocate_shared_memory(dtype, [C, 16], narrow)
+    ones = gl.allocate_shared_memory(dtype, [1, C, 16], narrow)
     fill: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    ones.store(gl.full([C, 16], 1.0, dtype, fill))
+    ones.index(0).store(gl.full([C, 16], 1.0, dtype, fill))
     # A product's operands are of one type.
-    log_ones = gl.allocate_shared_memory(gl.bfloat16, [C, 16], narrow)
-    log_ones.store(gl.full([C, 16], 1.0, gl.bfloat16, fill))
+    log_ones = gl.allocate_shared_memory(gl.bfloat16, [1, C, 16], narrow)
+    log_ones.index(0).store(gl.full([C, 16], 1.0, gl.bfloat16, fill))
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, R], gl.float32)
     theta = gl.allocate_shared_memory(gl.float32, [C, R], wide)
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
@@ -439,7 +440,7 @@ def gradients_kernel(
                 ),
             ),
             (values, (tiles, numbers, made_tiles, log_ones, sums, barriers, n, num_tokens, steps)),
-            (_fetch, (descs, tiles, turns, barriers, head, n, num_chunks, steps)),
+            (_fetch, (descs, tiles, turns.index(0), barriers, head, n, num_chunks, steps)),
             (_write, (grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps)),
             (
                 _numbers,

@@ -36,6 +36,35 @@ def release(barrier):
 
 
 @gluon.jit
+def unknown_zero(num_tokens, i):
+    """0, which the compiler does not know, and not that it is the same in every round of the loop.
+
+    With it as a tile's index, addresses and descriptors of tiles are computed anew in each round. Otherwise they all are
+    computed ahead: there are not enough registers to keep them, and a load of a spilled one takes 450 cycles.
+    """
+    return (num_tokens + i) >> 31
+
+
+@gluon.jit
+def tiles_at(tiles, i):
+    """What was fetched."""
+    return (
+        tiles[0].index(i),
+        tiles[1].index(i),
+        tiles[2].index(i),
+        tiles[3].index(i),
+        tiles[4].index(i),
+        tiles[5].index(i),
+        tiles[6].index(i),
+        tiles[7].index(i),
+        tiles[8].index(i),
+        tiles[9].index(i),
+        tiles[10].index(i),
+        tiles[11].index(i),
+    )
+
+
+@gluon.jit
 def _row(numbers, j, layout: gl.constexpr):
     """[C, 1]: one for each row of a tile of this layout."""
     return gl.expand_dims(numbers.index(j).load(gl.SliceLayout(1, layout)), 1)
@@ -146,16 +175,13 @@ def _store_sum(rows_ptr, turned, rest, dtype: gl.constexpr, layout: gl.constexpr
 
 @gluon.jit
 def queries(
-    tiles, turns, numbers, made_tiles, theta, rows, sum_rest, ones, sums, barriers, rows_ptr,
+    tiles, all_turns, numbers, made_tiles, theta, rows, sum_rest, all_ones, sums, barriers, rows_ptr,
     bias_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """The scores, their gradients, and what C and its parameters get."""
-    x, grad_read, _, _, state, state_rest, _, _, k, k_rest, q, q_rest = tiles
-    scores_tile, pairs_tile, log_tile = made_tiles
-    turned_tile, rest_tile = rows
     full, empty, made, taken = barriers
-    dtype: gl.constexpr = x.dtype
-    C: gl.constexpr = x.shape[0]
+    dtype: gl.constexpr = tiles[0].dtype
+    C: gl.constexpr = tiles[0].shape[1]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
     of_row: gl.constexpr = gl.SliceLayout(1, square)
     ts = gl.arange(0, C, layout=of_row)
@@ -167,6 +193,12 @@ def queries(
     sum_turned = gl.zeros([C, C], gl.float32, square)
     sum_rest.store(sum_turned)
     for i in range(0, steps):
+        zero = unknown_zero(num_tokens, i)
+        x, grad_read, _, _, state, state_rest, _, _, k, k_rest, q, q_rest = tiles_at(tiles, zero)
+        scores_tile, pairs_tile = made_tiles[0].index(zero), made_tiles[1].index(zero)
+        log_tile = made_tiles[2].index(zero)
+        turned_tile, rest_tile = rows[0].index(zero), rows[1].index(zero)
+        turns, ones = all_turns.index(zero), all_ones.index(zero)
         phase = i & 1
         place = i & 1
         place_phase = i >> 1 & 1
@@ -231,18 +263,14 @@ def queries(
 
 @gluon.jit
 def keys(
-    tiles, turns, numbers, made_tiles, theta, rows, sum_rest, ones, seen, spent, barriers, rows_ptr, bias_ptr,
+    tiles, all_turns, numbers, made_tiles, theta, rows, sum_rest, all_ones, all_seen, spent, barriers, rows_ptr, bias_ptr,
     speed_ptr, speed_rows_ptr, grad_turn_ptr, turn_total_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps,
     R: gl.constexpr, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """What B, its parameters and the angles get."""
-    x, _, _, _, _, _, grad_state, grad_state_rest, k, _, q, q_rest = tiles
-    _, pairs_tile, _ = made_tiles
-    turned_tile, rest_tile = rows
     full, empty, made, taken = barriers
-    dtype: gl.constexpr = x.dtype
-    C: gl.constexpr = x.shape[0]
-    theta_tile = turned_tile._reinterpret(gl.bfloat16, [C, C], x.type.layout)  # later in the same place
+    dtype: gl.constexpr = tiles[0].dtype
+    C: gl.constexpr = tiles[0].shape[1]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
     of_row: gl.constexpr = gl.SliceLayout(1, square)
     ts = gl.arange(0, C, layout=of_row)
@@ -253,7 +281,7 @@ def keys(
     if HAS_DOCS:
         start = starts(doc_start_ptr, n, num_tokens, C, gl.SliceLayout(0, square))
         later = later & (t >= gl.expand_dims(start, 0))
-    seen.store(gl.where(later, 1.0, 0.0).to(gl.bfloat16))
+    all_seen.index(0).store(gl.where(later, 1.0, 0.0).to(gl.bfloat16))
     # Whether the turns of the first token are also those of what comes before the chunk.
     from_before = 1.0
     if HAS_DOCS:
@@ -268,6 +296,12 @@ def keys(
     angles = gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, half)), 0)
     in_chunk = half_t + 0 * angles < num_tokens - n * C
     for i in range(0, steps):
+        zero = unknown_zero(num_tokens, i)
+        x, _, _, _, _, _, grad_state, grad_state_rest, k, _, q, q_rest = tiles_at(tiles, zero)
+        pairs_tile = made_tiles[1].index(zero)
+        turned_tile, rest_tile = rows[0].index(zero), rows[1].index(zero)
+        theta_tile = turned_tile._reinterpret(gl.bfloat16, [C, C], turned_tile.type.layout)  # later in the same place
+        turns, ones, seen = all_turns.index(zero), all_ones.index(zero), all_seen.index(zero)
         phase = i & 1
         place = i & 1
         place_phase = i >> 1 & 1
@@ -337,20 +371,23 @@ def keys(
 
 
 @gluon.jit
-def values(tiles, numbers, made_tiles, log_ones, sums, barriers, n, num_tokens, steps):
+def values(tiles, numbers, made_tiles, all_ones, sums, barriers, n, num_tokens, steps):
     """dz and dx, in the places of z and dy, and what reads and writes tell of the gates."""
-    x, grad_read, z, grad_y, state, state_rest, grad_state, grad_state_rest, k, k_rest, q, q_rest = tiles
-    scores_tile, _, log_tile = made_tiles
     full, empty, made, taken = barriers
-    dtype: gl.constexpr = x.dtype
-    C: gl.constexpr = x.shape[0]
-    W: gl.constexpr = log_ones.shape[1]
+    dtype: gl.constexpr = tiles[0].dtype
+    C: gl.constexpr = tiles[0].shape[1]
+    W: gl.constexpr = all_ones.shape[2]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     t = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, square)), 1)
     s = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, square)), 0)
     last = gl.minimum(num_tokens - n * C, C) - 1
     for i in range(0, steps):
+        zero = unknown_zero(num_tokens, i)
+        x, grad_read, z, grad_y, state, state_rest, grad_state, grad_state_rest, k, k_rest, q, q_rest = tiles_at(
+            tiles, zero
+        )
+        scores_tile, log_tile, log_ones = made_tiles[0].index(zero), made_tiles[2].index(zero), all_ones.index(zero)
         phase = i & 1
         place = i & 1
         place_phase = i >> 1 & 1
