@@ -287,6 +287,7 @@ def keys(
     if HAS_DOCS:
         from_before = gl.where(gl.load(doc_start_ptr + n * C) < n.to(gl.int64) * C, 1.0, 0.0)
     last = gl.minimum(num_tokens - n * C, C) - 1
+    is_last = gl.where(t == last, 1.0, 0.0)
     sum_turned = gl.zeros([C, C], gl.float32, square)
     sum_rest.store(sum_turned)
     sum_speed, _ = _halves(sum_turned)
@@ -319,7 +320,7 @@ def keys(
         release(empty[GRAD_STATE])
         mbarrier.arrive(empty[VALUES])
         grad = grad * to_end
-        grad_rest = grad_rest * to_end + gl.where(t == last, owed, 0.0)
+        grad_rest = grad_rest * to_end + is_last * owed
         mbarrier.wait(full[ROWS], phase)
         mbarrier.wait(made[PAIRS], phase)
         grad = warpgroup_mma(pairs_tile.permute((1, 0)), q, grad, is_async=True)
@@ -329,11 +330,11 @@ def keys(
         grad_theta, _, _ = _turned_gradient(grad, k, square)
         # With k of the last token as it was handed on.
         owed = gl.expand_dims(numbers.index(first + OWED_TURN).slice(0, R).load(gl.SliceLayout(0, half)), 0)
-        grad_theta += gl.where(half_t == last, owed, 0.0)
+        grad_theta += gl.where(half_t == last, 1.0, 0.0) * owed
         # Nobody reads it: a place may only be released behind a store of what all values loaded from it went into, or
         # the loads may still be under way when the copy engine overwrites it.
         spent.store(gl.sum(grad_theta, axis=1))
-        grad += gl.where(t == last, _column(numbers, first + OWED_K, square), 0.0)
+        grad += is_last * _column(numbers, first + OWED_K, square)
         grad_first, grad_second = _halves(grad)
         grad = _turned_back(grad_first, grad_second, turns, square)
         dt = _row(numbers, first + DT, half)
@@ -382,6 +383,7 @@ def values(tiles, numbers, made_tiles, all_ones, sums, barriers, n, num_tokens, 
     t = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, square)), 1)
     s = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, square)), 0)
     last = gl.minimum(num_tokens - n * C, C) - 1
+    is_last = gl.where(t == last, 1.0, 0.0)
     for i in range(0, steps):
         zero = unknown_zero(num_tokens, i)
         x, grad_read, z, grad_y, state, state_rest, grad_state, grad_state_rest, k, k_rest, q, q_rest = tiles_at(
@@ -422,7 +424,7 @@ def values(tiles, numbers, made_tiles, all_ones, sums, barriers, n, num_tokens, 
         grad_both = gl.sum(values * grads, axis=1)
         from_state = gl.sum(read * grads, axis=1)
         at_end = gl.sum(grad_v * values, axis=1)
-        grad_v += gl.where(t == last, _column(numbers, first + OWED_V, square), 0.0)
+        grad_v += is_last * _column(numbers, first + OWED_V, square)
         mbarrier.wait(made[PAIRS], phase)
         read = warpgroup_mma(scores_tile, x, read, is_async=True)
         grad_v = warpgroup_mma(scores_tile.permute((1, 0)), grad_read, grad_v, is_async=True)
