@@ -142,7 +142,10 @@ def gradients(back: Backward) -> None:
     values = problem.num_heads * problem.p_dim
     hopper_mamba3_gradients.gradients_kernel[(problem.num_chunks * back.num_groups,)](
         *(_tiles(x, values) for x in (inputs.x, back.grad_read, inputs.z, back.grad_y)),
-        *(_tiles(x, problem.n_dim) for x in (prepared.states, back.grad_states, prepared.k_rows, prepared.q_rows)),
+        *(
+            _tiles(x, problem.n_dim, problem.n_dim)
+            for x in (prepared.states, back.grad_states, prepared.k_rows, prepared.q_rows)
+        ),
         _tiles(prepared.cos_sin_rows, 2 * problem.num_angles),
         *(_tiles(x, values) for x in (grads.z, grads.x)),
         *(problem.doc_start, prepared.speed, inputs.D),

@@ -182,10 +182,10 @@ def _numbers(
 
 
 @gluon.jit
-def _expect(full, empty, what: gl.constexpr, phase, NUM_TILES: gl.constexpr, desc):
+def _expect(full, empty, what: gl.constexpr, phase, num_bytes: gl.constexpr):
     """Once its places are free. Returns the barrier of the copies that follow."""
     mbarrier.wait(empty[what], phase ^ 1)
-    mbarrier.expect(full[what], NUM_TILES * desc.block_type.nbytes)
+    mbarrier.expect(full[what], num_bytes)
     return full[what]
 
 
@@ -193,31 +193,29 @@ def _expect(full, empty, what: gl.constexpr, phase, NUM_TILES: gl.constexpr, des
 def _fetch(descs, tiles, turns, barriers, head, n, num_chunks, steps):
     """All loads, of each head in the order in which the places become free."""
     x_desc, grad_read_desc, z_desc, grad_y_desc, states_desc, grad_states_desc, k_desc, q_desc, turns_desc = descs
-    x, grad_read, z, grad_y, state, state_rest, grad_state, grad_state_rest, k, k_rest, q, q_rest = tiles_at(tiles, 0)
+    x, grad_read, z, grad_y, state, grad_state, k, q = tiles_at(tiles, 0)
     full, empty, _, _ = barriers
     C: gl.constexpr = x.shape[0]
     P: gl.constexpr = x.shape[1]
+    of_x: gl.constexpr = x_desc.block_type.nbytes
+    of_row: gl.constexpr = k_desc.block_type.nbytes
     for i in range(0, steps):
         phase = i & 1
         column = (head + i) * P
         row = ((head + i) * num_chunks + n) * C
         state_row = ((head + i) * num_chunks + n) * P
-        bar = _expect(full, empty, GRAD_STATE, phase, 2, grad_states_desc)
+        bar = _expect(full, empty, GRAD_STATE, phase, grad_states_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(grad_states_desc, [state_row, 0], bar, grad_state)
-        tma.async_copy_global_to_shared(grad_states_desc, [state_row, C], bar, grad_state_rest)
-        bar = _expect(full, empty, STATE, phase, 2, states_desc)
+        bar = _expect(full, empty, STATE, phase, states_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(states_desc, [state_row, 0], bar, state)
-        tma.async_copy_global_to_shared(states_desc, [state_row, C], bar, state_rest)
-        bar = _expect(full, empty, VALUES, phase, 2, x_desc)
+        bar = _expect(full, empty, VALUES, phase, 2 * of_x)
         tma.async_copy_global_to_shared(x_desc, [n * C, column], bar, x)
         tma.async_copy_global_to_shared(grad_read_desc, [n * C, column], bar, grad_read)
-        bar = _expect(full, empty, ROWS, phase, 5, k_desc)
+        bar = _expect(full, empty, ROWS, phase, 2 * of_row + turns_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, [row, 0], bar, k)
         tma.async_copy_global_to_shared(q_desc, [row, 0], bar, q)
-        tma.async_copy_global_to_shared(k_desc, [row, C], bar, k_rest)
-        tma.async_copy_global_to_shared(q_desc, [row, C], bar, q_rest)
         tma.async_copy_global_to_shared(turns_desc, [row, 0], bar, turns)
-        bar = _expect(full, empty, GATE, phase, 2, z_desc)
+        bar = _expect(full, empty, GATE, phase, 2 * of_x)
         tma.async_copy_global_to_shared(z_desc, [n * C, column], bar, z)
         tma.async_copy_global_to_shared(grad_y_desc, [n * C, column], bar, grad_y)
 
@@ -225,7 +223,7 @@ def _fetch(descs, tiles, turns, barriers, head, n, num_chunks, steps):
 @gluon.jit
 def _write(grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps):
     """dz and dx, which are in the places of z and dy."""
-    _, _, z, grad_y, _, _, _, _, _, _, _, _ = tiles_at(tiles, 0)
+    _, _, z, grad_y, _, _, _, _ = tiles_at(tiles, 0)
     _, empty, made, _ = barriers
     C: gl.constexpr = z.shape[0]
     P: gl.constexpr = z.shape[1]
@@ -298,19 +296,16 @@ def gradients_kernel(
     head = group * GROUP
     steps = gl.minimum(H - head, GROUP)
     layout: gl.constexpr = x_desc.layout
+    wide_layout: gl.constexpr = k_rows_desc.layout
     tiles = (
         gl.allocate_shared_memory(dtype, [1, C, C], layout),
         gl.allocate_shared_memory(dtype, [1, C, C], layout),
         gl.allocate_shared_memory(dtype, [1, C, C], layout),
         gl.allocate_shared_memory(dtype, [1, C, C], layout),
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, N], wide_layout),
+        gl.allocate_shared_memory(dtype, [1, C, N], wide_layout),
+        gl.allocate_shared_memory(dtype, [1, C, N], wide_layout),
+        gl.allocate_shared_memory(dtype, [1, C, N], wide_layout),
     )
     turns = gl.allocate_shared_memory(gl.float16, [1, C, 2 * R], turns_desc.layout)
     made_tiles = (
@@ -318,14 +313,8 @@ def gradients_kernel(
         gl.allocate_shared_memory(dtype, [1, C, C], layout),
         gl.allocate_shared_memory(gl.bfloat16, [1, C, C], layout),
     )
-    query_tiles = (
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
-    )
-    key_tiles = (
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
-        gl.allocate_shared_memory(dtype, [1, C, C], layout),
-    )
+    query_tile = gl.allocate_shared_memory(dtype, [1, C, N], wide_layout)
+    key_tile = gl.allocate_shared_memory(dtype, [1, C, N], wide_layout)
     seen = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], layout)
     # Sums over heads of what does not turn: registers for those, too, would be too many.
     sum_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
@@ -393,7 +382,7 @@ def gradients_kernel(
                     numbers,
                     made_tiles,
                     theta,
-                    query_tiles,
+                    query_tile,
                     query_rest,
                     ones,
                     sums,
@@ -417,7 +406,7 @@ def gradients_kernel(
                     numbers,
                     made_tiles,
                     theta,
-                    key_tiles,
+                    key_tile,
                     key_rest,
                     ones,
                     seen,
@@ -477,5 +466,5 @@ def gradients_kernel(
             ),
         ],
         [4, 4, 1, 1, 1, 1],
-        [176, 128, 40, 40, 40, 40],
+        [192, 112, 40, 40, 40, 40],
     )

@@ -57,10 +57,6 @@ def tiles_at(tiles, i):
         tiles[5].index(i),
         tiles[6].index(i),
         tiles[7].index(i),
-        tiles[8].index(i),
-        tiles[9].index(i),
-        tiles[10].index(i),
-        tiles[11].index(i),
     )
 
 
@@ -78,16 +74,15 @@ def _column(numbers, j, layout: gl.constexpr):
 
 @gluon.jit
 def _halves(x):
-    """The left and the right half of a product [C, C]: no number leaves its thread."""
-    C: gl.constexpr = x.shape[0]
-    return gl.split(gl.permute(gl.reshape(x, [C, 2, C // 2]), (0, 2, 1)))
+    """The left and the right half of a product: no number leaves its thread."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
 @gluon.jit
 def _joined(left, right, layout: gl.constexpr):
     """The opposite of `_halves`."""
-    C: gl.constexpr = left.shape[0]
-    return gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C, C]), layout)
+    shape: gl.constexpr = (left.shape[0], 2 * left.shape[1])
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), shape), layout)
 
 
 @gluon.jit
@@ -138,29 +133,23 @@ def _row_sums(x):
 
 
 @gluon.jit
-def _start_biases(turned_tile, rest_tile, turned, rest, ones):
-    """Leaves a head's rows in tiles, and starts their products with ones [C, W]: their sums over tokens."""
-    C: gl.constexpr = ones.shape[0]
+def _start_bias(tile, turned, rest, ones, layout: gl.constexpr):
+    """Leaves a head's rows in a tile, and starts its product with ones [N, W]: their sums over tokens."""
+    N: gl.constexpr = tile.shape[1]
     W: gl.constexpr = ones.shape[1]
     narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
-    turned_tile.store(turned.to(turned_tile.dtype))
-    rest_tile.store(rest.to(rest_tile.dtype))
+    tile.store(_joined(turned.to(tile.dtype), rest, layout))
     fence_async_shared()
     gl.thread_barrier()
-    bias = gl.zeros([C, W], gl.float32, narrow)
-    bias_rest = gl.zeros([C, W], gl.float32, narrow)
-    bias = warpgroup_mma(turned_tile.permute((1, 0)), ones, bias, use_acc=False, is_async=True)
-    return bias, warpgroup_mma(rest_tile.permute((1, 0)), ones, bias_rest, use_acc=False, is_async=True)
+    return warpgroup_mma(tile.permute((1, 0)), ones, gl.zeros([N, W], gl.float32, narrow), use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _store_bias(bias_ptr, turned, rest):
+def _store_bias(bias_ptr, sums, R: gl.constexpr):
     """Sums over tokens, in the columns' true places."""
-    C: gl.constexpr = turned.shape[0]
-    columns = gl.arange(0, C, layout=turned.type.layout)
-    true = gl.where(columns < C // 2, 2 * columns, 2 * columns - (C - 1))
-    gl.store(bias_ptr + true, turned)
-    gl.store(bias_ptr + C + columns, rest)
+    columns = gl.arange(0, sums.shape[0], layout=sums.type.layout)
+    in_pair = gl.where(columns < R, 2 * columns, 2 * (columns - R) + 1)
+    gl.store(bias_ptr + gl.where(columns < 2 * R, in_pair, columns), sums)
 
 
 @gluon.jit
@@ -175,14 +164,16 @@ def _store_sum(rows_ptr, turned, rest, dtype: gl.constexpr, layout: gl.constexpr
 
 @gluon.jit
 def queries(
-    tiles, all_turns, numbers, made_tiles, theta, rows, sum_rest, all_ones, sums, barriers, rows_ptr,
+    tiles, all_turns, numbers, made_tiles, theta, all_rows, sum_rest, all_ones, sums, barriers, rows_ptr,
     bias_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """The scores, their gradients, and what C and its parameters get."""
     full, empty, made, taken = barriers
     dtype: gl.constexpr = tiles[0].dtype
     C: gl.constexpr = tiles[0].shape[1]
+    N: gl.constexpr = all_rows.shape[2]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     of_row: gl.constexpr = gl.SliceLayout(1, square)
     ts = gl.arange(0, C, layout=of_row)
     t = gl.expand_dims(ts, 1)
@@ -194,11 +185,10 @@ def queries(
     sum_rest.store(sum_turned)
     for i in range(0, steps):
         zero = unknown_zero(num_tokens, i)
-        x, grad_read, _, _, state, state_rest, _, _, k, k_rest, q, q_rest = tiles_at(tiles, zero)
+        x, grad_read, _, _, state, _, k, q = tiles_at(tiles, zero)
         scores_tile, pairs_tile = made_tiles[0].index(zero), made_tiles[1].index(zero)
         log_tile = made_tiles[2].index(zero)
-        turned_tile, rest_tile = rows[0].index(zero), rows[1].index(zero)
-        turns, ones = all_turns.index(zero), all_ones.index(zero)
+        rows, turns, ones = all_rows.index(zero), all_turns.index(zero), all_ones.index(zero)
         phase = i & 1
         place = i & 1
         place_phase = i >> 1 & 1
@@ -212,14 +202,12 @@ def queries(
         decay = _power(gl.where(seen, log, float("-inf")))
         own = _row(numbers, first + OWN, square)
         skip = _row(numbers, first + SKIP, square)
-        from_start = _row(numbers, first + FROM_START, square)
         mbarrier.wait(full[VALUES], phase)
         mbarrier.wait(full[ROWS], phase)
         pairs = gl.zeros([C, C], gl.float32, square)
         grad_scores = gl.zeros([C, C], gl.float32, square)
         grad_scores = warpgroup_mma(grad_read, x.permute((1, 0)), grad_scores, use_acc=False, is_async=True)
         pairs = warpgroup_mma(q, k.permute((1, 0)), pairs, use_acc=False, is_async=True)
-        pairs = warpgroup_mma(q_rest, k_rest.permute((1, 0)), pairs, is_async=True)
         pairs, grad_scores = warpgroup_mma_wait(0, deps=(pairs, grad_scores))
         scores = pairs * decay
         log_pair = (grad_scores * scores).to(gl.bfloat16)
@@ -236,34 +224,34 @@ def queries(
         release(made[PAIRS])
         mbarrier.wait(taken[THETA], phase ^ 1)
         mbarrier.wait(full[STATE], phase)
-        grad = gl.zeros([C, C], gl.float32, square)
-        grad_rest = gl.zeros([C, C], gl.float32, square)
+        grad = gl.zeros([C, N], gl.float32, wide)
         grad = warpgroup_mma(grad_read, state, grad, use_acc=False, is_async=True)
-        grad_rest = warpgroup_mma(grad_read, state_rest, grad_rest, use_acc=False, is_async=True)
-        grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
+        from_start = _row(numbers, first + FROM_START, wide)
+        grad = warpgroup_mma_wait(0, deps=(grad,))
         grad = warpgroup_mma(pairs_tile, k, grad * from_start, is_async=True)
-        grad_rest = warpgroup_mma(pairs_tile, k_rest, grad_rest * from_start, is_async=True)
-        grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
+        grad = warpgroup_mma_wait(0, deps=(grad,))
         release(empty[NUMBERS].index(place))
         mbarrier.arrive(empty[STATE])
         mbarrier.arrive(empty[VALUES])
-        part, grad_first, grad_second = _turned_gradient(grad, q, square)
+        grad, grad_rest = _halves(grad)
+        grad, grad_rest = gl.convert_layout(grad, square), gl.convert_layout(grad_rest, square)
+        part, grad_first, grad_second = _turned_gradient(grad, q.slice(0, C, dim=1), square)
         theta.store(part)
         grad = _turned_back(grad_first, grad_second, turns, square)
-        bias, bias_rest = _start_biases(turned_tile, rest_tile, grad, grad_rest, ones)
+        bias = _start_bias(rows, grad, grad_rest.to(dtype), ones, wide)
         mbarrier.arrive(empty[ROWS])
         mbarrier.arrive(made[THETA])
         sum_turned += grad
         sum_rest.store(sum_rest.load(square) + grad_rest)
-        bias, bias_rest = warpgroup_mma_wait(0, deps=(bias, bias_rest))
+        bias = warpgroup_mma_wait(0, deps=(bias,))
         chunk = (head + i).to(gl.int64) * num_chunks + n
-        _store_bias(bias_ptr + chunk * (2 * C), _row_sums(bias), _row_sums(bias_rest))
+        _store_bias(bias_ptr + chunk * N, _row_sums(bias), C // 2)
     _store_sum(rows_ptr, sum_turned, sum_rest.load(square), dtype, square)
 
 
 @gluon.jit
 def keys(
-    tiles, all_turns, numbers, made_tiles, theta, rows, sum_rest, all_ones, all_seen, spent, barriers, rows_ptr, bias_ptr,
+    tiles, all_turns, numbers, made_tiles, theta, all_rows, sum_rest, all_ones, all_seen, spent, barriers, rows_ptr, bias_ptr,
     speed_ptr, speed_rows_ptr, grad_turn_ptr, turn_total_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps,
     R: gl.constexpr, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
@@ -271,7 +259,9 @@ def keys(
     full, empty, made, taken = barriers
     dtype: gl.constexpr = tiles[0].dtype
     C: gl.constexpr = tiles[0].shape[1]
+    N: gl.constexpr = all_rows.shape[2]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     of_row: gl.constexpr = gl.SliceLayout(1, square)
     ts = gl.arange(0, C, layout=of_row)
     t = gl.expand_dims(ts, 1)
@@ -298,11 +288,10 @@ def keys(
     in_chunk = half_t + 0 * angles < num_tokens - n * C
     for i in range(0, steps):
         zero = unknown_zero(num_tokens, i)
-        x, _, _, _, _, _, grad_state, grad_state_rest, k, _, q, q_rest = tiles_at(tiles, zero)
-        pairs_tile = made_tiles[1].index(zero)
-        turned_tile, rest_tile = rows[0].index(zero), rows[1].index(zero)
-        theta_tile = turned_tile._reinterpret(gl.bfloat16, [C, C], turned_tile.type.layout)  # later in the same place
+        x, _, _, _, _, grad_state, k, q = tiles_at(tiles, zero)
+        pairs_tile, rows = made_tiles[1].index(zero), all_rows.index(zero)
         turns, ones, seen = all_turns.index(zero), all_ones.index(zero), all_seen.index(zero)
+        theta_tile = rows._reinterpret(gl.bfloat16, [2, C, C], seen.type.layout).index(0)  # later in the same place
         phase = i & 1
         place = i & 1
         place_phase = i >> 1 & 1
@@ -310,24 +299,25 @@ def keys(
         mbarrier.wait(full[NUMBERS].index(place), place_phase)
         mbarrier.wait(full[VALUES], phase)
         mbarrier.wait(full[GRAD_STATE], phase)
-        grad = gl.zeros([C, C], gl.float32, square)
-        grad_rest = gl.zeros([C, C], gl.float32, square)
+        grad = gl.zeros([C, N], gl.float32, wide)
         grad = warpgroup_mma(x, grad_state, grad, use_acc=False, is_async=True)
-        grad_rest = warpgroup_mma(x, grad_state_rest, grad_rest, use_acc=False, is_async=True)
-        to_end = _row(numbers, first + TO_END, square)
+        to_end = _row(numbers, first + TO_END, wide)
         owed = _column(numbers, first + OWED_K + 1, square)
-        grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
+        grad = warpgroup_mma_wait(0, deps=(grad,))
         release(empty[GRAD_STATE])
         mbarrier.arrive(empty[VALUES])
         grad = grad * to_end
-        grad_rest = grad_rest * to_end + is_last * owed
         mbarrier.wait(full[ROWS], phase)
         mbarrier.wait(made[PAIRS], phase)
         grad = warpgroup_mma(pairs_tile.permute((1, 0)), q, grad, is_async=True)
-        grad_rest = warpgroup_mma(pairs_tile.permute((1, 0)), q_rest, grad_rest, is_async=True)
-        grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
+        grad = warpgroup_mma_wait(0, deps=(grad,))
         release(taken[PAIRS])
-        grad_theta, _, _ = _turned_gradient(grad, k, square)
+        grad, grad_rest = _halves(grad)
+        grad, grad_rest = gl.convert_layout(grad, square), gl.convert_layout(grad_rest, square)
+        grad_rest += is_last * owed
+        sum_rest.store(sum_rest.load(square) + grad_rest)
+        grad_rest = grad_rest.to(dtype)
+        grad_theta, _, _ = _turned_gradient(grad, k.slice(0, C, dim=1), square)
         # With k of the last token as it was handed on.
         owed = gl.expand_dims(numbers.index(first + OWED_TURN).slice(0, R).load(gl.SliceLayout(0, half)), 0)
         grad_theta += gl.where(half_t == last, 1.0, 0.0) * owed
@@ -338,12 +328,13 @@ def keys(
         grad_first, grad_second = _halves(grad)
         grad = _turned_back(grad_first, grad_second, turns, square)
         dt = _row(numbers, first + DT, half)
-        bias, bias_rest = _start_biases(turned_tile, rest_tile, grad, grad_rest, ones)
+        bias = _start_bias(rows, grad, grad_rest, ones, wide)
         mbarrier.arrive(empty[ROWS])
         sum_turned += grad
-        sum_rest.store(sum_rest.load(square) + grad_rest)
-        bias, bias_rest = warpgroup_mma_wait(0, deps=(bias, bias_rest))
-        bias_sums, bias_rest_sums = _row_sums(bias), _row_sums(bias_rest)
+        bias = warpgroup_mma_wait(0, deps=(bias,))
+        bias_sums = _row_sums(bias)
+        # Far ahead of its use: it comes from far away.
+        speed = gl.load(speed_ptr + half_t * R + angles, mask=in_chunk, other=0.0)
         mbarrier.wait(made[THETA], phase)
         grad_theta += theta.load(half)
         gl.thread_barrier()  # the products above are done in all warps
@@ -352,7 +343,6 @@ def keys(
         theta_tile.store(_joined(high, grad_theta - high, square).to(gl.bfloat16))
         fence_async_shared()
         release(taken[THETA])
-        speed = gl.load(speed_ptr + half_t * R + angles, mask=in_chunk, other=0.0)
         turn = gl.zeros([C, C], gl.float32, square)
         turn = warpgroup_mma(seen, theta_tile, turn, use_acc=False, is_async=True)
         turn = warpgroup_mma_wait(0, deps=(turn,))
@@ -360,7 +350,7 @@ def keys(
         grad_turn = left + right
         # Stores to global memory only here: the fences above would wait for them.
         chunk = (head + i).to(gl.int64) * num_chunks + n
-        _store_bias(bias_ptr + chunk * (2 * C), bias_sums, bias_rest_sums)
+        _store_bias(bias_ptr + chunk * N, bias_sums, R)
         gl.store(grad_turn_ptr + chunk * C + half_ts, gl.sum(grad_turn * speed, axis=1))
         gl.store(
             turn_total_ptr + chunk * R + (angles + 0 * half_t), grad_turn * from_before, mask=half_t + 0 * angles == 0
@@ -386,9 +376,7 @@ def values(tiles, numbers, made_tiles, all_ones, sums, barriers, n, num_tokens, 
     is_last = gl.where(t == last, 1.0, 0.0)
     for i in range(0, steps):
         zero = unknown_zero(num_tokens, i)
-        x, grad_read, z, grad_y, state, state_rest, grad_state, grad_state_rest, k, k_rest, q, q_rest = tiles_at(
-            tiles, zero
-        )
+        x, grad_read, z, grad_y, state, grad_state, k, q = tiles_at(tiles, zero)
         scores_tile, log_tile, log_ones = made_tiles[0].index(zero), made_tiles[2].index(zero), all_ones.index(zero)
         phase = i & 1
         place = i & 1
@@ -397,22 +385,19 @@ def values(tiles, numbers, made_tiles, all_ones, sums, barriers, n, num_tokens, 
         mbarrier.wait(full[NUMBERS].index(place), place_phase)
         mbarrier.wait(full[STATE], phase)
         mbarrier.wait(full[GRAD_STATE], phase)
-        mbarrier.wait(full[VALUES], phase)
-        mbarrier.wait(full[ROWS], phase)
         # <S~, E>, as the trace of a product.
         states = gl.zeros([C, C], gl.float32, square)
         states = warpgroup_mma(state, grad_state.permute((1, 0)), states, use_acc=False, is_async=True)
-        states = warpgroup_mma(state_rest, grad_state_rest.permute((1, 0)), states, is_async=True)
         to_end = _row(numbers, first + TO_END, square)
         from_start = _row(numbers, first + FROM_START, square)
         states = warpgroup_mma_wait(0, deps=(states,))
+        trace = gl.sum(gl.where(t == s, states, 0.0), axis=1)
+        mbarrier.wait(full[VALUES], phase)
+        mbarrier.wait(full[ROWS], phase)
         read = gl.zeros([C, C], gl.float32, square)
         read = warpgroup_mma(q, state.permute((1, 0)), read, use_acc=False, is_async=True)
-        read = warpgroup_mma(q_rest, state_rest.permute((1, 0)), read, is_async=True)
         grad_v = gl.zeros([C, C], gl.float32, square)
         grad_v = warpgroup_mma(k, grad_state.permute((1, 0)), grad_v, use_acc=False, is_async=True)
-        grad_v = warpgroup_mma(k_rest, grad_state_rest.permute((1, 0)), grad_v, is_async=True)
-        trace = gl.sum(gl.where(t == s, states, 0.0), axis=1)
         read, grad_v = warpgroup_mma_wait(0, deps=(read, grad_v))
         release(empty[GRAD_STATE])
         mbarrier.arrive(empty[STATE])
