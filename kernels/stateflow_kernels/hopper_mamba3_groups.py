@@ -13,7 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 # have two places.
 ROWS, VALUES, GATE, STATE, GRAD_STATE, NUMBERS = map(gl.constexpr, range(6))
 READERS = gl.constexpr((3, 3, 1, 2, 2, 3))
-# The numbers: of tokens up to D, WRITTEN is the gate sum less the logarithm of s; then what the last token's v, k and angles are owed.
+# The numbers: of tokens up to D (WRITTEN: the gate sum less the logarithm of s), both logarithms of base 2; then what
+# the last token's v, k and angles are owed.
 DT, OWN, WRITTEN, GATE_SUM, FROM_START, TO_END, SKIP, OWED_V, OWED_K, OWED_TURN, COUNT = map(
     gl.constexpr, (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11)
 )
@@ -39,8 +40,8 @@ def release(barrier):
 def unknown_zero(num_tokens, i):
     """0, which the compiler does not know, and not that it is the same in every round of the loop.
 
-    With it as a tile's index, addresses and descriptors of tiles are computed anew in each round. Otherwise they all are
-    computed ahead: there are not enough registers to keep them, and a load of a spilled one takes 450 cycles.
+    With it as a tile's index, addresses and descriptors of tiles are computed anew in each round. Else they would all
+    be computed ahead: there are not enough registers to keep them, and the load of a spilled one takes 450 cycles.
     """
     return (num_tokens + i) >> 31
 
@@ -70,6 +71,16 @@ def _row(numbers, j, layout: gl.constexpr):
 def _column(numbers, j, layout: gl.constexpr):
     """[1, C]"""
     return gl.expand_dims(numbers.index(j).load(gl.SliceLayout(0, layout)), 0)
+
+
+@gluon.jit
+def _wide(x):
+    """To float32: from bfloat16 one instruction a number, not one and a half."""
+    if x.dtype == gl.bfloat16:
+        code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return gl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(gl.float32)
 
 
 @gluon.jit
@@ -114,7 +125,7 @@ def starts(doc_start_ptr, n, num_tokens, C: gl.constexpr, layout: gl.constexpr):
 def _turned_gradient(grad, rows_tile, layout: gl.constexpr):
     """Of the angles [C, C / 2], from that of turned columns [C, C] and the turned rows; and its halves."""
     first, second = _halves(grad)
-    rows_first, rows_second = _halves(rows_tile.load(layout).to(gl.float32))
+    rows_first, rows_second = _halves(_wide(rows_tile.load(layout)))
     theta = second * rows_first - first * rows_second
     return theta, first, second
 
@@ -251,9 +262,9 @@ def queries(
 
 @gluon.jit
 def keys(
-    tiles, all_turns, numbers, made_tiles, theta, all_rows, sum_rest, all_ones, all_seen, spent, barriers, rows_ptr, bias_ptr,
-    speed_ptr, speed_rows_ptr, grad_turn_ptr, turn_total_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps,
-    R: gl.constexpr, HAS_DOCS: gl.constexpr,
+    tiles, all_turns, numbers, made_tiles, theta, all_rows, sum_rest, all_ones, all_seen, spent, barriers, rows_ptr,
+    bias_ptr, speed_ptr, speed_rows_ptr, grad_turn_ptr, turn_total_ptr, doc_start_ptr, head, n, num_tokens, num_chunks,
+    steps, R: gl.constexpr, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """What B, its parameters and the angles get."""
     full, empty, made, taken = barriers
@@ -352,9 +363,8 @@ def keys(
         chunk = (head + i).to(gl.int64) * num_chunks + n
         _store_bias(bias_ptr + chunk * N, bias_sums, R)
         gl.store(grad_turn_ptr + chunk * C + half_ts, gl.sum(grad_turn * speed, axis=1))
-        gl.store(
-            turn_total_ptr + chunk * R + (angles + 0 * half_t), grad_turn * from_before, mask=half_t + 0 * angles == 0
-        )
+        total_ptr = turn_total_ptr + chunk * R + (angles + 0 * half_t)
+        gl.store(total_ptr, grad_turn * from_before, mask=half_t + 0 * angles == 0)
         sum_speed += grad_turn * dt
         release(empty[NUMBERS].index(place))
     _store_sum(rows_ptr, sum_turned, sum_rest.load(square), dtype, square)
@@ -404,8 +414,8 @@ def values(tiles, numbers, made_tiles, all_ones, sums, barriers, n, num_tokens, 
         mbarrier.arrive(empty[ROWS])
         read = read * from_start
         grad_v = grad_v * to_end
-        values = x.load(square).to(gl.float32)
-        grads = grad_read.load(square).to(gl.float32)
+        values = _wide(x.load(square))
+        grads = _wide(grad_read.load(square))
         grad_both = gl.sum(values * grads, axis=1)
         from_state = gl.sum(read * grads, axis=1)
         at_end = gl.sum(grad_v * values, axis=1)
@@ -432,10 +442,10 @@ def values(tiles, numbers, made_tiles, all_ones, sums, barriers, n, num_tokens, 
         mbarrier.arrive(taken[PAIRS])
         grad_v = grad_v.to(dtype)
         mbarrier.wait(full[GATE], phase)
-        gate = z.load(square).to(gl.float32)
+        gate = _wide(z.load(square))
         share = reciprocal(1.0 + _power(gate * -1.4426950408889634))
         read = read * (share * (1.0 + gate * (1.0 - share)))
-        read = read * grad_y.load(square).to(gl.float32)
+        read = read * _wide(grad_y.load(square))
         gl.thread_barrier()
         z.store(read.to(dtype))
         grad_y.store(grad_v)
