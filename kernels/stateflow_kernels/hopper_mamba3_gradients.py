@@ -4,15 +4,18 @@ The two kernels of `mamba3_gradients`, whose docstring says what is computed and
 for each other's warps more than they compute. Here three warpgroups (`hopper_mamba3_groups`) share the tiles of one
 chunk and head in shared memory: one has the pairs of tokens and the gradients of the queries, one those of the keys and
 of the turns, one those of z and x. A warp has the copy engine fetch the next head's tiles, each as soon as all that
-read its place are done; one has it write; one makes the numbers of each token from the gates and, at the end, the
-gradients of the gates.
+read its place are done; one has it write; one makes the numbers of each token from the gates, one the gradients of the
+gates.
 
 A program walks through some heads of one chunk. So what is summed over heads, the parts of B's, C's and the speeds'
-gradients, stays in registers and is written once for them all.
+gradients, stays on the chip and is written once for them all.
 
-All tiles are 64 x 64. Of q, k, S and E there are two each: the columns that turn (of each pair the first, then the
-second) and the rest. What a token reads of itself is on the diagonal of the scores, rounded with them as in the
-forward.
+Of q, k, S and E the columns that turn come first (of each pair the first, then the second). What a token reads of
+itself is on the diagonal of the scores, rounded with them as in the forward.
+
+Nothing in the loops may be spilled: with all of shared memory taken, local memory has next to no cache, and a load of a
+spilled register takes about 450 cycles, as long as a product. So what would fill registers is not kept, see
+`unknown_zero`, and registers are shared out so that each group has just enough.
 
 For B = 1, N = 128, P = 64, R = 32 and 16-bit inputs. All barriers are waited for before the products that follow are
 started, and the products before the next barrier.
