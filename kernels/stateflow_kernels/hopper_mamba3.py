@@ -147,8 +147,8 @@ def gradients(back: Backward) -> None:
     values = problem.num_heads * problem.p_dim
     hopper_mamba3_gradients.gradients_kernel[(problem.num_chunks * back.num_groups,)](
         *(_tiles(problem, x, values) for x in (inputs.x, back.grad_read, inputs.z, back.grad_y)),
-        *(_tiles(problem, x, problem.n_dim) for x in (prepared.states, back.grad_states)),
-        *(_tiles(problem, x, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows)),
+        *(_tiles(problem, x, problem.n_dim, problem.n_dim) for x in (prepared.states, back.grad_states)),
+        *(_tiles(problem, x, problem.n_dim, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows)),
         _tiles(problem, prepared.cos_sin_rows, 2 * problem.num_angles),
         *(_tiles(problem, x, values) for x in (grads.z, grads.x)),
         *(problem.doc_start, prepared.speed, inputs.D),

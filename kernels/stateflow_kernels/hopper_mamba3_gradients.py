@@ -4,15 +4,18 @@ The two kernels of `mamba3_gradients`, whose docstring says what is computed and
 for each other's warps more than they compute. Here three warpgroups (`hopper_mamba3_groups`) share the tiles of one
 chunk and head in shared memory: one has the pairs of tokens and the gradients of the queries, one those of the keys and
 of the turns, one those of z and x. A warp has the copy engine fetch the next head's tiles, each as soon as all that
-read its place are done; one has it write; one makes the numbers of each token from the gates and, at the end, the
-gradients of the gates.
+read its place are done; one has it write; one makes the numbers of each token from the gates, one the gradients of the
+gates.
 
 A program walks through some heads of one chunk. So what is summed over heads, the parts of B's, C's and the speeds'
-gradients, stays in registers and is written once for them all.
+gradients, stays on the chip and is written once for them all.
 
-All tiles are 64 x 64. Of q, k, S and E there are two each: the columns that turn (of each pair the first, then the
-second) and the rest. What a token reads of itself is on the diagonal of the scores, rounded with them as in the
-forward.
+Of q, k, S and E the columns that turn come first (of each pair the first, then the second). What a token reads of
+itself is on the diagonal of the scores, rounded with them as in the forward.
+
+Nothing in the loops may be spilled: with all of shared memory taken, local memory has next to no cache, and a load of a
+spilled register takes about 450 cycles, as long as a product. So what would fill registers is not kept, see
+`unknown_zero`, and registers are shared out so that each group has just enough.
 
 For B = 1, N = 128, P = 64, R = 32 and 16-bit inputs. All barriers are waited for before the products that follow are
 started, and the products before the next barrier.
@@ -37,28 +40,26 @@ from .hopper_mamba3_groups import (
     LOG_COLUMN,
     LOG_ROW,
     NUMBERS,
-    OF_QUERIES,
-    OF_VALUES,
     OWED_K,
     OWED_TURN,
     OWED_V,
     OWN,
-    QUERY_SUMS,
     READERS,
     ROWS,
-    SCALE,
     SKIP,
     STATE,
+    SUMS,
     TAKERS,
     TO_END,
     TRACE,
-    VALUE_SUMS,
     VALUES,
+    WRITTEN,
     keys,
     queries,
     reciprocal,
     release,
     starts,
+    tiles_at,
     values,
 )
 
@@ -66,44 +67,67 @@ _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
 
 
 @gluon.jit
-def _gates(i, numbers, query_sums, value_sums, barriers, ptrs, head, n, num_chunks, C: gl.constexpr):
-    """The gradients of the i-th head's gate sums and of s and g."""
-    decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr = ptrs
+def _two_barriers(count: gl.constexpr):
+    """One for each of two places."""
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(barriers.index(0), count=count)
+    mbarrier.init(barriers.index(1), count=count)
+    return barriers
+
+
+@gluon.jit
+def _barrier(count: gl.constexpr):
+    """With an allocation of its own: between uses of one allocation all warps of a group would have to meet."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(barrier, count=count)
+    return barrier
+
+
+@gluon.jit
+def _log_two(x):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _gates(sums, barriers, ptrs, head, n, num_chunks, steps, C: gl.constexpr):
+    """The gradients of each head's gate sums and of s and g."""
+    scale_ptr, decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr = ptrs
     _, _, made, taken = barriers
     line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
     ts = gl.arange(0, C, layout=line)
-    place = i & 1
-    chunk = (head + i).to(gl.int64) * num_chunks + n
-    scale = numbers.index(COUNT * place + SCALE).load(line)
-    decay = gl.load(decay_ptr + chunk)
-    mbarrier.wait(made.index(OF_QUERIES + place), i >> 1 & 1)
-    read_by = query_sums.index(QUERY_SUMS * place + LOG_COLUMN).load(line)
-    grad_gate = query_sums.index(QUERY_SUMS * place + LOG_ROW).load(line) - read_by
-    both = query_sums.index(QUERY_SUMS * place + BOTH).load(line)
-    release(taken.index(OF_QUERIES + place))
-    mbarrier.wait(made.index(OF_VALUES + place), i >> 1 & 1)
-    at_end = value_sums.index(VALUE_SUMS * place + AT_END).load(line)
-    grad_both = value_sums.index(VALUE_SUMS * place + GRAD_BOTH).load(line)
-    trace = value_sums.index(VALUE_SUMS * place + TRACE).load(line)
-    grad_gate += value_sums.index(VALUE_SUMS * place + FROM_STATE).load(line)
-    release(taken.index(OF_VALUES + place))
-    of_state = gl.sum(at_end, axis=0) + decay * gl.sum(trace, axis=0)
-    grad_gate = grad_gate - at_end + gl.where(ts == C - 1, of_state, 0.0)
-    # <k, dkh>, from what is there: see `key_gradients_kernel`.
-    per_scale = gl.where(scale > 0.0, reciprocal(gl.where(scale > 0.0, scale, 1.0)), 0.0)
-    grad_scale = (read_by + at_end) * per_scale
-    gl.store(grad_gate_ptr + (chunk * C + ts), grad_gate)
-    gl.store(grad_scale_ptr + (chunk * C + ts), grad_scale)
-    gl.store(grad_own_ptr + (chunk * C + ts), grad_scale + grad_both * both)
-    gl.store(grad_both_ptr + (chunk * C + ts), grad_both)
+    for i in range(0, steps):
+        place = i & 1
+        phase = i >> 1 & 1
+        chunk = (head + i) * num_chunks + n
+        token = chunk * C + ts
+        scale = gl.load(scale_ptr + token)
+        decay = gl.load(decay_ptr + chunk)
+        mbarrier.wait(made[SUMS].index(place), phase)
+        read_by = sums[LOG_COLUMN].index(place).load(line)
+        both = sums[BOTH].index(place).load(line)
+        at_end = sums[AT_END].index(place).load(line)
+        grad_both = sums[GRAD_BOTH].index(place).load(line)
+        trace = sums[TRACE].index(place).load(line)
+        grad_gate = sums[LOG_ROW].index(place).load(line) - read_by + sums[FROM_STATE].index(place).load(line)
+        of_state = gl.sum(at_end + decay * trace, axis=0)
+        grad_gate = grad_gate - at_end + gl.where(ts == C - 1, of_state, 0.0)
+        # <k, dkh>, from what is there: see `key_gradients_kernel`.
+        per_scale = gl.where(scale > 0.0, reciprocal(gl.where(scale > 0.0, scale, 1.0)), 0.0)
+        grad_scale = (read_by + at_end) * per_scale
+        gl.store(grad_gate_ptr + token, grad_gate)
+        gl.store(grad_scale_ptr + token, grad_scale)
+        gl.store(grad_own_ptr + token, grad_scale + grad_both * both)
+        gl.store(grad_both_ptr + token, grad_both)
+        # What was loaded has been stored.
+        release(taken[SUMS].index(place))
 
 
 @gluon.jit
 def _numbers(
-    numbers, query_sums, value_sums, barriers, token_ptrs, owed_ptrs, gate_ptrs, doc_start_ptr, head, n, num_tokens,
-    num_chunks, steps, C: gl.constexpr, N: gl.constexpr, P: gl.constexpr, R: gl.constexpr, HAS_DOCS: gl.constexpr,
+    numbers, barriers, token_ptrs, owed_ptrs, doc_start_ptr, head, n, num_tokens, num_chunks, steps, C: gl.constexpr,
+    N: gl.constexpr, P: gl.constexpr, R: gl.constexpr, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
-    """The numbers of each head's tokens, and then the gates of the head before."""
+    """The numbers of each head's tokens. All loads of a head are under way at once."""
     dt_ptr, own_ptr, scale_ptr, gate_sum_ptr, D_ptr = token_ptrs
     grad_v_out_ptr, grad_v_bound_ptr, owed_k_ptr, k_bound_ptr = owed_ptrs
     full, empty, _, _ = barriers
@@ -121,78 +145,80 @@ def _numbers(
     for i in range(0, steps):
         place = i & 1
         first = COUNT * place
-        this = (head + i).to(gl.int64)
+        this = head + i
         chunk = this * num_chunks + n
-        dt = gl.load(dt_ptr + (chunk * C + ts))
-        own = gl.load(own_ptr + (chunk * C + ts))
-        scale = gl.load(scale_ptr + (chunk * C + ts))
-        gate_sum = gl.load(gate_sum_ptr + (chunk * C + ts))
+        token = chunk * C + ts
+        dt = gl.load(dt_ptr + token)
+        own = gl.load(own_ptr + token)
+        scale = gl.load(scale_ptr + token)
+        gate_sum = gl.load(gate_sum_ptr + token)
         gate_total = gl.load(gate_sum_ptr + (chunk * C + (ts * 0 + C - 1)))
-        skip = gl.load(D_ptr + (head + i + ts * 0)).to(gl.float32)
+        skip = gl.load(D_ptr + (this + ts * 0)).to(gl.float32)
         # What the chunk after this one, or the next call, owes to the last token.
-        owed_v = gl.load(grad_v_out_ptr + (this * P + ts), mask=is_final, other=0.0)
-        owed_v += gl.load(grad_v_bound_ptr + ((chunk + 1) * P + ts), mask=is_final == 0, other=0.0)
-        owed_turned = gl.load(owed_k_ptr + (chunk * N + ts))
-        owed_rest = gl.load(owed_k_ptr + (chunk * N + C + ts))
+        owed_v_out = gl.load(grad_v_out_ptr + (this * P + ts), mask=is_final, other=0.0)
+        owed_v = gl.load(grad_v_bound_ptr + ((chunk + 1) * P + ts), mask=is_final == 0, other=0.0)
+        owed_ptr = owed_k_ptr + (chunk * N + angles)
+        owed_first = gl.load(owed_ptr)
+        owed_second = gl.load(owed_ptr + R)
+        owed_third = gl.load(owed_ptr + 2 * R)
+        owed_fourth = gl.load(owed_ptr + 3 * R)
         bound = k_bound_ptr + ((this * (num_chunks + 1) + n + 1) * N + angles)
-        owed_turn = gl.load(owed_k_ptr + (chunk * N + R + angles)) * gl.load(bound)
-        owed_turn -= gl.load(owed_k_ptr + (chunk * N + angles)) * gl.load(bound + R)
-        mbarrier.wait(empty.index(NUMBERS + place), (i >> 1 & 1) ^ 1)
+        bound_first = gl.load(bound)
+        bound_second = gl.load(bound + R)
+        mbarrier.wait(empty[NUMBERS].index(place), (i >> 1 & 1) ^ 1)
         numbers.index(first + DT).store(dt)
         numbers.index(first + OWN).store(own)
-        numbers.index(first + SCALE).store(scale)
-        numbers.index(first + GATE_SUM).store(gate_sum * 1.4426950408889634)  # for powers of 2
+        log = gate_sum * 1.4426950408889634  # for powers of 2
+        numbers.index(first + GATE_SUM).store(log)
+        numbers.index(first + WRITTEN).store(log - _log_two(scale))
         numbers.index(first + FROM_START).store(gl.where(start < 0, gl.exp(gate_sum), 0.0))
         to_end = gl.where(ts >= last_start, gate_total - gate_sum, float("-inf"))
         numbers.index(first + TO_END).store(scale * gl.exp(to_end))
         numbers.index(first + SKIP).store(skip)
-        numbers.index(first + OWED_V).store(owed_v)
-        numbers.index(first + OWED_K).store(owed_turned)
-        numbers.index(first + OWED_K + 1).store(owed_rest)
-        numbers.index(first + OWED_TURN).slice(0, R).store(owed_turn)
-        release(full.index(NUMBERS + place))
-        if i > 0:
-            _gates(i - 1, numbers, query_sums, value_sums, barriers, gate_ptrs, head, n, num_chunks, C)
-    _gates(steps - 1, numbers, query_sums, value_sums, barriers, gate_ptrs, head, n, num_chunks, C)
+        numbers.index(first + OWED_V).store(owed_v_out + owed_v)
+        numbers.index(first + OWED_K).slice(0, R).store(owed_first)
+        numbers.index(first + OWED_K).slice(R, R).store(owed_second)
+        numbers.index(first + OWED_K + 1).slice(0, R).store(owed_third)
+        numbers.index(first + OWED_K + 1).slice(R, R).store(owed_fourth)
+        numbers.index(first + OWED_TURN).slice(0, R).store(owed_second * bound_first - owed_first * bound_second)
+        release(full[NUMBERS].index(place))
 
 
 @gluon.jit
-def _expect(full, empty, what, phase, NUM_TILES: gl.constexpr, desc):
+def _expect(full, empty, what: gl.constexpr, phase, num_bytes: gl.constexpr):
     """Once its places are free. Returns the barrier of the copies that follow."""
-    mbarrier.wait(empty.index(what), phase ^ 1)
-    mbarrier.expect(full.index(what), NUM_TILES * desc.block_type.nbytes)
-    return full.index(what)
+    mbarrier.wait(empty[what], phase ^ 1)
+    mbarrier.expect(full[what], num_bytes)
+    return full[what]
 
 
 @gluon.jit
 def _fetch(descs, tiles, turns, barriers, head, n, num_chunks, steps):
     """All loads, of each head in the order in which the places become free."""
     x_desc, grad_read_desc, z_desc, grad_y_desc, states_desc, grad_states_desc, k_desc, q_desc, turns_desc = descs
-    x, grad_read, z, grad_y, state, state_rest, grad_state, grad_state_rest, k, k_rest, q, q_rest = tiles
+    x, grad_read, z, grad_y, state, grad_state, k, q = tiles_at(tiles, 0)
     full, empty, _, _ = barriers
     C: gl.constexpr = x.shape[0]
     P: gl.constexpr = x.shape[1]
+    of_x: gl.constexpr = x_desc.block_type.nbytes
+    of_row: gl.constexpr = k_desc.block_type.nbytes
     for i in range(0, steps):
         phase = i & 1
         column = (head + i) * P
         row = ((head + i) * num_chunks + n) * C
         state_row = ((head + i) * num_chunks + n) * P
-        bar = _expect(full, empty, GRAD_STATE, phase, 2, grad_states_desc)
+        bar = _expect(full, empty, GRAD_STATE, phase, grad_states_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(grad_states_desc, [state_row, 0], bar, grad_state)
-        tma.async_copy_global_to_shared(grad_states_desc, [state_row, C], bar, grad_state_rest)
-        bar = _expect(full, empty, STATE, phase, 2, states_desc)
+        bar = _expect(full, empty, STATE, phase, states_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(states_desc, [state_row, 0], bar, state)
-        tma.async_copy_global_to_shared(states_desc, [state_row, C], bar, state_rest)
-        bar = _expect(full, empty, VALUES, phase, 2, x_desc)
+        bar = _expect(full, empty, VALUES, phase, 2 * of_x)
         tma.async_copy_global_to_shared(x_desc, [n * C, column], bar, x)
         tma.async_copy_global_to_shared(grad_read_desc, [n * C, column], bar, grad_read)
-        bar = _expect(full, empty, ROWS, phase, 5, k_desc)
+        bar = _expect(full, empty, ROWS, phase, 2 * of_row + turns_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, [row, 0], bar, k)
         tma.async_copy_global_to_shared(q_desc, [row, 0], bar, q)
-        tma.async_copy_global_to_shared(k_desc, [row, C], bar, k_rest)
-        tma.async_copy_global_to_shared(q_desc, [row, C], bar, q_rest)
         tma.async_copy_global_to_shared(turns_desc, [row, 0], bar, turns)
-        bar = _expect(full, empty, GATE, phase, 2, z_desc)
+        bar = _expect(full, empty, GATE, phase, 2 * of_x)
         tma.async_copy_global_to_shared(z_desc, [n * C, column], bar, z)
         tma.async_copy_global_to_shared(grad_y_desc, [n * C, column], bar, grad_y)
 
@@ -200,17 +226,17 @@ def _fetch(descs, tiles, turns, barriers, head, n, num_chunks, steps):
 @gluon.jit
 def _write(grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps):
     """dz and dx, which are in the places of z and dy."""
-    _, _, z, grad_y, _, _, _, _, _, _, _, _ = tiles
+    _, _, z, grad_y, _, _, _, _ = tiles_at(tiles, 0)
     _, empty, made, _ = barriers
     C: gl.constexpr = z.shape[0]
     P: gl.constexpr = z.shape[1]
     for i in range(0, steps):
         column = (head + i) * P
-        mbarrier.wait(made.index(GRADS), i & 1)
+        mbarrier.wait(made[GRADS], i & 1)
         tma.async_copy_shared_to_global(grad_z_desc, [n * C, column], z)
         tma.async_copy_shared_to_global(grad_x_desc, [n * C, column], grad_y)
         tma.store_wait(pendings=0)
-        mbarrier.arrive(empty.index(GATE))
+        mbarrier.arrive(empty[GATE])
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
@@ -273,64 +299,68 @@ def gradients_kernel(
     head = group * GROUP
     steps = gl.minimum(H - head, GROUP)
     layout: gl.constexpr = x_desc.layout
+    wide_layout: gl.constexpr = k_rows_desc.layout
     tiles = (
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, N], wide_layout),
+        gl.allocate_shared_memory(dtype, [1, C, N], wide_layout),
+        gl.allocate_shared_memory(dtype, [1, C, N], wide_layout),
+        gl.allocate_shared_memory(dtype, [1, C, N], wide_layout),
     )
-    turns = gl.allocate_shared_memory(gl.float16, [C, 2 * R], turns_desc.layout)
+    turns = gl.allocate_shared_memory(gl.float16, [1, C, 2 * R], turns_desc.layout)
     made_tiles = (
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(dtype, [1, C, C], layout),
+        gl.allocate_shared_memory(gl.bfloat16, [1, C, C], layout),
     )
-    query_tiles = (
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-        gl.allocate_shared_memory(dtype, [C, C], layout),
-    )
-    log_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], layout)
-    pieces = (
-        gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
-        gl.allocate_shared_memory(gl.bfloat16, [C, C], layout),
-    )
-    seen = gl.allocate_shared_memory(gl.bfloat16, [C, C], layout)
+    query_tile = gl.allocate_shared_memory(dtype, [1, C, N], wide_layout)
+    key_tile = gl.allocate_shared_memory(dtype, [1, C, N], wide_layout)
+    seen = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], layout)
     # Sums over heads of what does not turn: registers for those, too, would be too many.
     sum_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
     query_rest = gl.allocate_shared_memory(gl.float32, [C, C], sum_layout)
     key_rest = gl.allocate_shared_memory(gl.float32, [C, C], sum_layout)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 16], dtype)
-    ones = gl.allocate_shared_memory(dtype, [C, 16], narrow)
+    ones = gl.allocate_shared_memory(dtype, [1, C, 16], narrow)
     fill: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    ones.store(gl.full([C, 16], 1.0, dtype, fill))
+    ones.index(0).store(gl.full([C, 16], 1.0, dtype, fill))
     # A product's operands are of one type.
-    log_ones = gl.allocate_shared_memory(gl.bfloat16, [C, 16], narrow)
-    log_ones.store(gl.full([C, 16], 1.0, gl.bfloat16, fill))
+    log_ones = gl.allocate_shared_memory(gl.bfloat16, [1, C, 16], narrow)
+    log_ones.index(0).store(gl.full([C, 16], 1.0, gl.bfloat16, fill))
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, R], gl.float32)
     theta = gl.allocate_shared_memory(gl.float32, [C, R], wide)
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     numbers = gl.allocate_shared_memory(gl.float32, [2 * COUNT, C], plain)
-    query_sums = gl.allocate_shared_memory(gl.float32, [2 * QUERY_SUMS, C], plain)
     spent = gl.allocate_shared_memory(gl.float32, [C], plain)
-    value_sums = gl.allocate_shared_memory(gl.float32, [2 * VALUE_SUMS, C], plain)
+    sums = (
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+    )
 
-    full = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
-    made = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(7):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=READERS[i])
-    for i in gl.static_range(7):
-        mbarrier.init(made.index(i), count=1)
-        mbarrier.init(taken.index(i), count=TAKERS[i])
+    full = (_barrier(1), _barrier(1), _barrier(1), _barrier(1), _barrier(1), _two_barriers(1))
+    empty = (
+        _barrier(READERS[0]),
+        _barrier(READERS[1]),
+        _barrier(READERS[2]),
+        _barrier(READERS[3]),
+        _barrier(READERS[4]),
+        _two_barriers(READERS[5]),
+    )
+    made = (_barrier(1), _barrier(1), _barrier(1), _two_barriers(1))
+    taken = (
+        _barrier(TAKERS[0]),
+        _barrier(TAKERS[1]),
+        _barrier(TAKERS[2]),
+        _two_barriers(TAKERS[3]),
+    )
     fence_async_shared()
     barriers = (full, empty, made, taken)
     descs = (
@@ -355,12 +385,10 @@ def gradients_kernel(
                     numbers,
                     made_tiles,
                     theta,
-                    query_tiles,
-                    log_tile,
+                    query_tile,
                     query_rest,
                     ones,
-                    log_ones,
-                    query_sums,
+                    sums,
                     barriers,
                     query_rows_ptr + group_rows * N,
                     query_bias_ptr,
@@ -381,7 +409,7 @@ def gradients_kernel(
                     numbers,
                     made_tiles,
                     theta,
-                    pieces,
+                    key_tile,
                     key_rest,
                     ones,
                     seen,
@@ -403,19 +431,16 @@ def gradients_kernel(
                     HAS_DOCS,
                 ),
             ),
-            (values, (tiles, numbers, made_tiles, value_sums, barriers, n, num_tokens, steps)),
-            (_fetch, (descs, tiles, turns, barriers, head, n, num_chunks, steps)),
+            (values, (tiles, numbers, made_tiles, log_ones, sums, barriers, n, num_tokens, steps)),
+            (_fetch, (descs, tiles, turns.index(0), barriers, head, n, num_chunks, steps)),
             (_write, (grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps)),
             (
                 _numbers,
                 (
                     numbers,
-                    query_sums,
-                    value_sums,
                     barriers,
                     (dt_ptr, own_ptr, scale_ptr, gate_sum_ptr, D_ptr),
                     (grad_v_out_ptr, grad_v_bound_ptr, owed_k_ptr, k_bound_ptr),
-                    (decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr),
                     doc_start_ptr,
                     head,
                     n,
@@ -429,7 +454,20 @@ def gradients_kernel(
                     HAS_DOCS,
                 ),
             ),
+            (
+                _gates,
+                (
+                    sums,
+                    barriers,
+                    (scale_ptr, decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr),
+                    head,
+                    n,
+                    num_chunks,
+                    steps,
+                    C,
+                ),
+            ),
         ],
-        [4, 4, 1, 1, 1],
-        [168, 128, 24, 24, 24],
+        [4, 4, 1, 1, 1, 1],
+        [192, 112, 40, 40, 40, 40],
     )

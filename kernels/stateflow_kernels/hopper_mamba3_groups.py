@@ -12,17 +12,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 # What is fetched, and how many warpgroups read it: q, k and their turns; x and dY; z and dy; S~; E; the numbers, which
 # have two places.
 ROWS, VALUES, GATE, STATE, GRAD_STATE, NUMBERS = map(gl.constexpr, range(6))
-READERS = gl.constexpr((3, 3, 1, 2, 2, 3, 3))
-# The numbers: of tokens up to D; then what the last token's v, k and angles are owed.
-DT, OWN, SCALE, GATE_SUM, FROM_START, TO_END, SKIP, OWED_V, OWED_K, OWED_TURN, COUNT = map(
+READERS = gl.constexpr((3, 3, 1, 2, 2, 3))
+# The numbers: of tokens up to D (WRITTEN: the gate sum less the logarithm of s), both logarithms of base 2; then what
+# the last token's v, k and angles are owed.
+DT, OWN, WRITTEN, GATE_SUM, FROM_START, TO_END, SKIP, OWED_V, OWED_K, OWED_TURN, COUNT = map(
     gl.constexpr, (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11)
 )
 # Numbers a token from which the gates' gradients come: two places of each.
-LOG_ROW, LOG_COLUMN, BOTH, QUERY_SUMS = map(gl.constexpr, range(4))
-FROM_STATE, AT_END, TRACE, GRAD_BOTH, VALUE_SUMS = map(gl.constexpr, range(5))
-# Barriers of what the warpgroups make for each other; PAIRS is both the scores and their gradients, GRADS dz and dx.
-PAIRS, THETA, GRADS, OF_QUERIES, OF_VALUES = map(gl.constexpr, (0, 1, 2, 3, 5))
-TAKERS = gl.constexpr((2, 1, 1, 1, 1, 1, 1))
+FROM_STATE, AT_END, TRACE, GRAD_BOTH, LOG_ROW, LOG_COLUMN, BOTH = map(gl.constexpr, range(7))
+# Barriers of what the warpgroups make for each other; PAIRS: scores, their gradients, the products of both and the last
+# of the sums; GRADS: dz and dx.
+PAIRS, THETA, GRADS, SUMS = map(gl.constexpr, range(4))
+TAKERS = gl.constexpr((2, 1, 1, 1))
 
 
 @gluon.jit
@@ -33,6 +34,31 @@ def release(barrier):
     """
     gl.thread_barrier()
     mbarrier.arrive(barrier)
+
+
+@gluon.jit
+def unknown_zero(num_tokens, i):
+    """0, which the compiler does not know, and not that it is the same in every round of the loop.
+
+    With it as a tile's index, addresses and descriptors of tiles are computed anew in each round. Else they would all
+    be computed ahead: there are not enough registers to keep them, and the load of a spilled one takes 450 cycles.
+    """
+    return (num_tokens + i) >> 31
+
+
+@gluon.jit
+def tiles_at(tiles, i):
+    """What was fetched."""
+    return (
+        tiles[0].index(i),
+        tiles[1].index(i),
+        tiles[2].index(i),
+        tiles[3].index(i),
+        tiles[4].index(i),
+        tiles[5].index(i),
+        tiles[6].index(i),
+        tiles[7].index(i),
+    )
 
 
 @gluon.jit
@@ -48,23 +74,38 @@ def _column(numbers, j, layout: gl.constexpr):
 
 
 @gluon.jit
+def _wide(x):
+    """To float32: from bfloat16 one instruction a number, not one and a half."""
+    if x.dtype == gl.bfloat16:
+        code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return gl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
 def _halves(x):
-    """The left and the right half of a product [C, C]: no number leaves its thread."""
-    C: gl.constexpr = x.shape[0]
-    return gl.split(gl.permute(gl.reshape(x, [C, 2, C // 2]), (0, 2, 1)))
+    """The left and the right half of a product: no number leaves its thread."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
 @gluon.jit
 def _joined(left, right, layout: gl.constexpr):
     """The opposite of `_halves`."""
-    C: gl.constexpr = left.shape[0]
-    return gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C, C]), layout)
+    shape: gl.constexpr = (left.shape[0], 2 * left.shape[1])
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), shape), layout)
 
 
 @gluon.jit
 def _power(x):
     """2^x, 0 below the normal numbers: one instruction."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _high_bits(x):
+    """Of a float32 what fits into a bfloat16, cut off."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, 0xffff0000;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -84,7 +125,7 @@ def starts(doc_start_ptr, n, num_tokens, C: gl.constexpr, layout: gl.constexpr):
 def _turned_gradient(grad, rows_tile, layout: gl.constexpr):
     """Of the angles [C, C / 2], from that of turned columns [C, C] and the turned rows; and its halves."""
     first, second = _halves(grad)
-    rows_first, rows_second = _halves(rows_tile.load(layout).to(gl.float32))
+    rows_first, rows_second = _halves(_wide(rows_tile.load(layout)))
     theta = second * rows_first - first * rows_second
     return theta, first, second
 
@@ -103,25 +144,23 @@ def _row_sums(x):
 
 
 @gluon.jit
-def _start_bias(tile, rows, ones):
-    """Leaves a head's rows in a tile, and starts its product with ones [C, W]: their sums over tokens."""
-    C: gl.constexpr = ones.shape[0]
+def _start_bias(tile, turned, rest, ones, layout: gl.constexpr):
+    """Leaves a head's rows in a tile, and starts its product with ones [N, W]: their sums over tokens."""
+    N: gl.constexpr = tile.shape[1]
     W: gl.constexpr = ones.shape[1]
     narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
-    tile.store(rows.to(tile.dtype))
+    tile.store(_joined(turned.to(tile.dtype), rest, layout))
     fence_async_shared()
     gl.thread_barrier()
-    return warpgroup_mma(tile.permute((1, 0)), ones, gl.zeros([C, W], gl.float32, narrow), use_acc=False, is_async=True)
+    return warpgroup_mma(tile.permute((1, 0)), ones, gl.zeros([N, W], gl.float32, narrow), use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _store_bias(bias_ptr, turned, rest):
+def _store_bias(bias_ptr, sums, R: gl.constexpr):
     """Sums over tokens, in the columns' true places."""
-    C: gl.constexpr = turned.shape[0]
-    columns = gl.arange(0, C, layout=turned.type.layout)
-    true = gl.where(columns < C // 2, 2 * columns, 2 * columns - (C - 1))
-    gl.store(bias_ptr + true, turned)
-    gl.store(bias_ptr + C + columns, rest)
+    columns = gl.arange(0, sums.shape[0], layout=sums.type.layout)
+    in_pair = gl.where(columns < R, 2 * columns, 2 * (columns - R) + 1)
+    gl.store(bias_ptr + gl.where(columns < 2 * R, in_pair, columns), sums)
 
 
 @gluon.jit
@@ -136,19 +175,16 @@ def _store_sum(rows_ptr, turned, rest, dtype: gl.constexpr, layout: gl.constexpr
 
 @gluon.jit
 def queries(
-    tiles, turns, numbers, made_tiles, theta, rows, log_tile, sum_rest, ones, log_ones, sums, barriers, rows_ptr,
+    tiles, all_turns, numbers, made_tiles, theta, all_rows, sum_rest, all_ones, sums, barriers, rows_ptr,
     bias_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """The scores, their gradients, and what C and its parameters get."""
-    x, grad_read, _, _, state, state_rest, _, _, k, k_rest, q, q_rest = tiles
-    scores_tile, pairs_tile = made_tiles
-    turned_tile, rest_tile = rows
     full, empty, made, taken = barriers
-    dtype: gl.constexpr = x.dtype
-    C: gl.constexpr = x.shape[0]
-    W: gl.constexpr = ones.shape[1]
+    dtype: gl.constexpr = tiles[0].dtype
+    C: gl.constexpr = tiles[0].shape[1]
+    N: gl.constexpr = all_rows.shape[2]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
-    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     of_row: gl.constexpr = gl.SliceLayout(1, square)
     ts = gl.arange(0, C, layout=of_row)
     t = gl.expand_dims(ts, 1)
@@ -159,94 +195,84 @@ def queries(
     sum_turned = gl.zeros([C, C], gl.float32, square)
     sum_rest.store(sum_turned)
     for i in range(0, steps):
+        zero = unknown_zero(num_tokens, i)
+        x, grad_read, _, _, state, _, k, q = tiles_at(tiles, zero)
+        scores_tile, pairs_tile = made_tiles[0].index(zero), made_tiles[1].index(zero)
+        log_tile = made_tiles[2].index(zero)
+        rows, turns, ones = all_rows.index(zero), all_turns.index(zero), all_ones.index(zero)
         phase = i & 1
         place = i & 1
         place_phase = i >> 1 & 1
         first = COUNT * place
-        mbarrier.wait(full.index(NUMBERS + place), place_phase)
+        mbarrier.wait(full[NUMBERS].index(place), place_phase)
         # Masked before the exponential: what is masked may be above 0.
-        log = _row(numbers, first + GATE_SUM, square) - _column(numbers, first + GATE_SUM, square)
+        log = _row(numbers, first + GATE_SUM, square) - _column(numbers, first + WRITTEN, square)
         seen = t > s
         if HAS_DOCS:
             seen = seen & (s >= start)
-        decay = _power(gl.where(seen, log, float("-inf"))) * _column(numbers, first + SCALE, square)
+        decay = _power(gl.where(seen, log, float("-inf")))
         own = _row(numbers, first + OWN, square)
         skip = _row(numbers, first + SKIP, square)
-        from_start = _row(numbers, first + FROM_START, square)
-        mbarrier.wait(full.index(VALUES), phase)
-        mbarrier.wait(full.index(ROWS), phase)
+        mbarrier.wait(full[VALUES], phase)
+        mbarrier.wait(full[ROWS], phase)
         pairs = gl.zeros([C, C], gl.float32, square)
         grad_scores = gl.zeros([C, C], gl.float32, square)
         grad_scores = warpgroup_mma(grad_read, x.permute((1, 0)), grad_scores, use_acc=False, is_async=True)
         pairs = warpgroup_mma(q, k.permute((1, 0)), pairs, use_acc=False, is_async=True)
-        pairs = warpgroup_mma(q_rest, k_rest.permute((1, 0)), pairs, is_async=True)
         pairs, grad_scores = warpgroup_mma_wait(0, deps=(pairs, grad_scores))
-        scores = (pairs * decay).to(dtype)
-        log_pair = (grad_scores * scores.to(gl.float32)).to(gl.bfloat16)
-        scores = gl.where(t == s, own * pairs + skip, scores.to(gl.float32)).to(dtype)
+        scores = pairs * decay
+        log_pair = (grad_scores * scores).to(gl.bfloat16)
+        scores = gl.where(t == s, own * pairs + skip, scores).to(dtype)
         grad_pairs = (grad_scores * gl.where(t == s, own, decay)).to(dtype)
-        mbarrier.wait(taken.index(PAIRS), phase ^ 1)
+        both = gl.sum(gl.where(t == s, pairs, 0.0), axis=1)
+        mbarrier.wait(taken[PAIRS], phase ^ 1)
+        mbarrier.wait(taken[SUMS].index(place), place_phase ^ 1)
+        sums[BOTH].index(place).store(both)
         scores_tile.store(scores)
         pairs_tile.store(grad_pairs)
         log_tile.store(log_pair)
         fence_async_shared()
-        release(made.index(PAIRS))
-        both = gl.sum(gl.where(t == s, pairs, 0.0), axis=1)
-        mbarrier.wait(taken.index(OF_QUERIES + place), place_phase ^ 1)
-        mbarrier.wait(taken.index(THETA), phase ^ 1)
-        mbarrier.wait(full.index(STATE), phase)
-        grad = gl.zeros([C, C], gl.float32, square)
-        grad_rest = gl.zeros([C, C], gl.float32, square)
-        log_row = gl.zeros([C, W], gl.float32, narrow)
-        log_column = gl.zeros([C, W], gl.float32, narrow)
+        release(made[PAIRS])
+        mbarrier.wait(taken[THETA], phase ^ 1)
+        mbarrier.wait(full[STATE], phase)
+        grad = gl.zeros([C, N], gl.float32, wide)
         grad = warpgroup_mma(grad_read, state, grad, use_acc=False, is_async=True)
-        grad_rest = warpgroup_mma(grad_read, state_rest, grad_rest, use_acc=False, is_async=True)
-        # Both sums of one tile: where a gate is large, they must cancel.
-        log_row = warpgroup_mma(log_tile, log_ones, log_row, use_acc=False, is_async=True)
-        log_column = warpgroup_mma(log_tile.permute((1, 0)), log_ones, log_column, use_acc=False, is_async=True)
-        grad, grad_rest, log_row, log_column = warpgroup_mma_wait(0, deps=(grad, grad_rest, log_row, log_column))
+        from_start = _row(numbers, first + FROM_START, wide)
+        grad = warpgroup_mma_wait(0, deps=(grad,))
         grad = warpgroup_mma(pairs_tile, k, grad * from_start, is_async=True)
-        grad_rest = warpgroup_mma(pairs_tile, k_rest, grad_rest * from_start, is_async=True)
-        sums.index(QUERY_SUMS * place + LOG_ROW).store(_row_sums(log_row))
-        sums.index(QUERY_SUMS * place + LOG_COLUMN).store(_row_sums(log_column))
-        sums.index(QUERY_SUMS * place + BOTH).store(both)
-        grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
-        release(made.index(OF_QUERIES + place))
-        mbarrier.arrive(empty.index(NUMBERS + place))
-        mbarrier.arrive(empty.index(STATE))
-        mbarrier.arrive(empty.index(VALUES))
-        bias_rest = _start_bias(rest_tile, grad_rest, ones)
-        sum_rest.store(sum_rest.load(square) + grad_rest)
-        part, grad_first, grad_second = _turned_gradient(grad, q, square)
+        grad = warpgroup_mma_wait(0, deps=(grad,))
+        release(empty[NUMBERS].index(place))
+        mbarrier.arrive(empty[STATE])
+        mbarrier.arrive(empty[VALUES])
+        grad, grad_rest = _halves(grad)
+        grad, grad_rest = gl.convert_layout(grad, square), gl.convert_layout(grad_rest, square)
+        part, grad_first, grad_second = _turned_gradient(grad, q.slice(0, C, dim=1), square)
         theta.store(part)
         grad = _turned_back(grad_first, grad_second, turns, square)
-        bias = _start_bias(turned_tile, grad, ones)
-        mbarrier.arrive(empty.index(ROWS))
-        mbarrier.arrive(made.index(THETA))
+        bias = _start_bias(rows, grad, grad_rest.to(dtype), ones, wide)
+        mbarrier.arrive(empty[ROWS])
+        mbarrier.arrive(made[THETA])
         sum_turned += grad
-        bias, bias_rest = warpgroup_mma_wait(0, deps=(bias, bias_rest))
+        sum_rest.store(sum_rest.load(square) + grad_rest)
+        bias = warpgroup_mma_wait(0, deps=(bias,))
         chunk = (head + i).to(gl.int64) * num_chunks + n
-        _store_bias(bias_ptr + chunk * (2 * C), _row_sums(bias), _row_sums(bias_rest))
+        _store_bias(bias_ptr + chunk * N, _row_sums(bias), C // 2)
     _store_sum(rows_ptr, sum_turned, sum_rest.load(square), dtype, square)
 
 
 @gluon.jit
 def keys(
-    tiles, turns, numbers, made_tiles, theta, pieces, sum_rest, ones, seen, spent, barriers, rows_ptr, bias_ptr,
-    speed_ptr, speed_rows_ptr, grad_turn_ptr, turn_total_ptr, doc_start_ptr, head, n, num_tokens, num_chunks, steps,
-    R: gl.constexpr, HAS_DOCS: gl.constexpr,
+    tiles, all_turns, numbers, made_tiles, theta, all_rows, sum_rest, all_ones, all_seen, spent, barriers, rows_ptr,
+    bias_ptr, speed_ptr, speed_rows_ptr, grad_turn_ptr, turn_total_ptr, doc_start_ptr, head, n, num_tokens, num_chunks,
+    steps, R: gl.constexpr, HAS_DOCS: gl.constexpr,
 ):  # fmt: skip
     """What B, its parameters and the angles get."""
-    x, _, _, _, _, _, grad_state, grad_state_rest, k, _, q, q_rest = tiles
-    _, pairs_tile = made_tiles
-    high_tile, low_tile = pieces
     full, empty, made, taken = barriers
-    dtype: gl.constexpr = x.dtype
-    C: gl.constexpr = x.shape[0]
-    # Their places also hold rows, before.
-    rest_tile = high_tile._reinterpret(dtype, [C, C], x.type.layout)
-    turned_tile = low_tile._reinterpret(dtype, [C, C], x.type.layout)
+    dtype: gl.constexpr = tiles[0].dtype
+    C: gl.constexpr = tiles[0].shape[1]
+    N: gl.constexpr = all_rows.shape[2]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     of_row: gl.constexpr = gl.SliceLayout(1, square)
     ts = gl.arange(0, C, layout=of_row)
     t = gl.expand_dims(ts, 1)
@@ -256,12 +282,13 @@ def keys(
     if HAS_DOCS:
         start = starts(doc_start_ptr, n, num_tokens, C, gl.SliceLayout(0, square))
         later = later & (t >= gl.expand_dims(start, 0))
-    seen.store(gl.where(later, 1.0, 0.0).to(gl.bfloat16))
+    all_seen.index(0).store(gl.where(later, 1.0, 0.0).to(gl.bfloat16))
     # Whether the turns of the first token are also those of what comes before the chunk.
     from_before = 1.0
     if HAS_DOCS:
         from_before = gl.where(gl.load(doc_start_ptr + n * C) < n.to(gl.int64) * C, 1.0, 0.0)
     last = gl.minimum(num_tokens - n * C, C) - 1
+    is_last = gl.where(t == last, 1.0, 0.0)
     sum_turned = gl.zeros([C, C], gl.float32, square)
     sum_rest.store(sum_turned)
     sum_speed, _ = _halves(sum_turned)
@@ -271,148 +298,156 @@ def keys(
     angles = gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, half)), 0)
     in_chunk = half_t + 0 * angles < num_tokens - n * C
     for i in range(0, steps):
+        zero = unknown_zero(num_tokens, i)
+        x, _, _, _, _, grad_state, k, q = tiles_at(tiles, zero)
+        pairs_tile, rows = made_tiles[1].index(zero), all_rows.index(zero)
+        turns, ones, seen = all_turns.index(zero), all_ones.index(zero), all_seen.index(zero)
+        theta_tile = rows._reinterpret(gl.bfloat16, [2, C, C], seen.type.layout).index(0)  # later in the same place
         phase = i & 1
         place = i & 1
         place_phase = i >> 1 & 1
         first = COUNT * place
-        mbarrier.wait(full.index(NUMBERS + place), place_phase)
-        mbarrier.wait(full.index(VALUES), phase)
-        mbarrier.wait(full.index(GRAD_STATE), phase)
-        grad = gl.zeros([C, C], gl.float32, square)
-        grad_rest = gl.zeros([C, C], gl.float32, square)
+        mbarrier.wait(full[NUMBERS].index(place), place_phase)
+        mbarrier.wait(full[VALUES], phase)
+        mbarrier.wait(full[GRAD_STATE], phase)
+        grad = gl.zeros([C, N], gl.float32, wide)
         grad = warpgroup_mma(x, grad_state, grad, use_acc=False, is_async=True)
-        grad_rest = warpgroup_mma(x, grad_state_rest, grad_rest, use_acc=False, is_async=True)
-        to_end = _row(numbers, first + TO_END, square)
+        to_end = _row(numbers, first + TO_END, wide)
         owed = _column(numbers, first + OWED_K + 1, square)
-        grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
-        release(empty.index(GRAD_STATE))
-        mbarrier.arrive(empty.index(VALUES))
+        grad = warpgroup_mma_wait(0, deps=(grad,))
+        release(empty[GRAD_STATE])
+        mbarrier.arrive(empty[VALUES])
         grad = grad * to_end
-        grad_rest = grad_rest * to_end + gl.where(t == last, owed, 0.0)
-        mbarrier.wait(full.index(ROWS), phase)
-        mbarrier.wait(made.index(PAIRS), phase)
+        mbarrier.wait(full[ROWS], phase)
+        mbarrier.wait(made[PAIRS], phase)
         grad = warpgroup_mma(pairs_tile.permute((1, 0)), q, grad, is_async=True)
-        grad_rest = warpgroup_mma(pairs_tile.permute((1, 0)), q_rest, grad_rest, is_async=True)
-        grad, grad_rest = warpgroup_mma_wait(0, deps=(grad, grad_rest))
-        release(taken.index(PAIRS))
-        bias_rest = _start_bias(rest_tile, grad_rest, ones)
+        grad = warpgroup_mma_wait(0, deps=(grad,))
+        release(taken[PAIRS])
+        grad, grad_rest = _halves(grad)
+        grad, grad_rest = gl.convert_layout(grad, square), gl.convert_layout(grad_rest, square)
+        grad_rest += is_last * owed
         sum_rest.store(sum_rest.load(square) + grad_rest)
-        grad_theta, _, _ = _turned_gradient(grad, k, square)
+        grad_rest = grad_rest.to(dtype)
+        grad_theta, _, _ = _turned_gradient(grad, k.slice(0, C, dim=1), square)
         # With k of the last token as it was handed on.
         owed = gl.expand_dims(numbers.index(first + OWED_TURN).slice(0, R).load(gl.SliceLayout(0, half)), 0)
-        grad_theta += gl.where(half_t == last, owed, 0.0)
+        grad_theta += gl.where(half_t == last, 1.0, 0.0) * owed
         # Nobody reads it: a place may only be released behind a store of what all values loaded from it went into, or
         # the loads may still be under way when the copy engine overwrites it.
         spent.store(gl.sum(grad_theta, axis=1))
-        grad += gl.where(t == last, _column(numbers, first + OWED_K, square), 0.0)
+        grad += is_last * _column(numbers, first + OWED_K, square)
         grad_first, grad_second = _halves(grad)
         grad = _turned_back(grad_first, grad_second, turns, square)
         dt = _row(numbers, first + DT, half)
-        bias = _start_bias(turned_tile, grad, ones)
-        mbarrier.arrive(empty.index(ROWS))
+        bias = _start_bias(rows, grad, grad_rest, ones, wide)
+        mbarrier.arrive(empty[ROWS])
         sum_turned += grad
-        bias, bias_rest = warpgroup_mma_wait(0, deps=(bias, bias_rest))
-        bias_sums, bias_rest_sums = _row_sums(bias), _row_sums(bias_rest)
-        mbarrier.wait(made.index(THETA), phase)
+        bias = warpgroup_mma_wait(0, deps=(bias,))
+        bias_sums = _row_sums(bias)
+        # Far ahead of its use: it comes from far away.
+        speed = gl.load(speed_ptr + half_t * R + angles, mask=in_chunk, other=0.0)
+        mbarrier.wait(made[THETA], phase)
         grad_theta += theta.load(half)
         gl.thread_barrier()  # the products above are done in all warps
-        # Three bfloat16 numbers hold all digits of a float32.
-        high = grad_theta.to(gl.bfloat16)
-        grad_theta -= high.to(gl.float32)
-        middle = grad_theta.to(gl.bfloat16)
-        low = (grad_theta - middle.to(gl.float32)).to(gl.bfloat16)
-        high_tile.store(_joined(high, middle, square))
-        low_tile.store(_joined(low, low - low, square))
+        # Two bfloat16 numbers hold 16 digits of a float32, and far more than q and k have.
+        high = _high_bits(grad_theta)
+        theta_tile.store(_joined(high, grad_theta - high, square).to(gl.bfloat16))
         fence_async_shared()
-        release(taken.index(THETA))
-        speed = gl.load(speed_ptr + half_t * R + angles, mask=in_chunk, other=0.0)
+        release(taken[THETA])
         turn = gl.zeros([C, C], gl.float32, square)
-        turn = warpgroup_mma(seen, low_tile, turn, use_acc=False, is_async=True)
-        turn = warpgroup_mma(seen, high_tile, turn, is_async=True)
+        turn = warpgroup_mma(seen, theta_tile, turn, use_acc=False, is_async=True)
         turn = warpgroup_mma_wait(0, deps=(turn,))
         left, right = _halves(turn)
         grad_turn = left + right
         # Stores to global memory only here: the fences above would wait for them.
         chunk = (head + i).to(gl.int64) * num_chunks + n
-        _store_bias(bias_ptr + chunk * (2 * C), bias_sums, bias_rest_sums)
+        _store_bias(bias_ptr + chunk * N, bias_sums, R)
         gl.store(grad_turn_ptr + chunk * C + half_ts, gl.sum(grad_turn * speed, axis=1))
-        gl.store(
-            turn_total_ptr + chunk * R + (angles + 0 * half_t), grad_turn * from_before, mask=half_t + 0 * angles == 0
-        )
+        total_ptr = turn_total_ptr + chunk * R + (angles + 0 * half_t)
+        gl.store(total_ptr, grad_turn * from_before, mask=half_t + 0 * angles == 0)
         sum_speed += grad_turn * dt
-        release(empty.index(NUMBERS + place))
+        release(empty[NUMBERS].index(place))
     _store_sum(rows_ptr, sum_turned, sum_rest.load(square), dtype, square)
     gl.store(speed_rows_ptr + half_t * R + angles, sum_speed.to(dtype))
 
 
 @gluon.jit
-def values(tiles, numbers, made_tiles, sums, barriers, n, num_tokens, steps):
+def values(tiles, numbers, made_tiles, all_ones, sums, barriers, n, num_tokens, steps):
     """dz and dx, in the places of z and dy, and what reads and writes tell of the gates."""
-    x, grad_read, z, grad_y, state, state_rest, grad_state, grad_state_rest, k, k_rest, q, q_rest = tiles
-    scores_tile, _ = made_tiles
     full, empty, made, taken = barriers
-    dtype: gl.constexpr = x.dtype
-    C: gl.constexpr = x.shape[0]
+    dtype: gl.constexpr = tiles[0].dtype
+    C: gl.constexpr = tiles[0].shape[1]
+    W: gl.constexpr = all_ones.shape[2]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     t = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, square)), 1)
     s = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, square)), 0)
     last = gl.minimum(num_tokens - n * C, C) - 1
+    is_last = gl.where(t == last, 1.0, 0.0)
     for i in range(0, steps):
+        zero = unknown_zero(num_tokens, i)
+        x, grad_read, z, grad_y, state, grad_state, k, q = tiles_at(tiles, zero)
+        scores_tile, log_tile, log_ones = made_tiles[0].index(zero), made_tiles[2].index(zero), all_ones.index(zero)
         phase = i & 1
         place = i & 1
         place_phase = i >> 1 & 1
         first = COUNT * place
-        mbarrier.wait(full.index(NUMBERS + place), place_phase)
-        mbarrier.wait(full.index(STATE), phase)
-        mbarrier.wait(full.index(GRAD_STATE), phase)
-        mbarrier.wait(full.index(VALUES), phase)
-        mbarrier.wait(full.index(ROWS), phase)
+        mbarrier.wait(full[NUMBERS].index(place), place_phase)
+        mbarrier.wait(full[STATE], phase)
+        mbarrier.wait(full[GRAD_STATE], phase)
         # <S~, E>, as the trace of a product.
         states = gl.zeros([C, C], gl.float32, square)
         states = warpgroup_mma(state, grad_state.permute((1, 0)), states, use_acc=False, is_async=True)
-        states = warpgroup_mma(state_rest, grad_state_rest.permute((1, 0)), states, is_async=True)
-        grad_both = gl.sum(x.load(square).to(gl.float32) * grad_read.load(square).to(gl.float32), axis=1)
         to_end = _row(numbers, first + TO_END, square)
         from_start = _row(numbers, first + FROM_START, square)
         states = warpgroup_mma_wait(0, deps=(states,))
+        trace = gl.sum(gl.where(t == s, states, 0.0), axis=1)
+        mbarrier.wait(full[VALUES], phase)
+        mbarrier.wait(full[ROWS], phase)
         read = gl.zeros([C, C], gl.float32, square)
         read = warpgroup_mma(q, state.permute((1, 0)), read, use_acc=False, is_async=True)
-        read = warpgroup_mma(q_rest, state_rest.permute((1, 0)), read, is_async=True)
-        trace = gl.sum(gl.where(t == s, states, 0.0), axis=1)
-        read = warpgroup_mma_wait(0, deps=(read,))
         grad_v = gl.zeros([C, C], gl.float32, square)
         grad_v = warpgroup_mma(k, grad_state.permute((1, 0)), grad_v, use_acc=False, is_async=True)
-        grad_v = warpgroup_mma(k_rest, grad_state_rest.permute((1, 0)), grad_v, is_async=True)
+        read, grad_v = warpgroup_mma_wait(0, deps=(read, grad_v))
+        release(empty[GRAD_STATE])
+        mbarrier.arrive(empty[STATE])
+        mbarrier.arrive(empty[ROWS])
         read = read * from_start
-        from_state = gl.sum(read * grad_read.load(square).to(gl.float32), axis=1)
-        grad_v = warpgroup_mma_wait(0, deps=(grad_v,))
-        release(empty.index(GRAD_STATE))
-        mbarrier.arrive(empty.index(STATE))
-        mbarrier.arrive(empty.index(ROWS))
         grad_v = grad_v * to_end
-        at_end = gl.sum(grad_v * x.load(square).to(gl.float32), axis=1)
-        grad_v += gl.where(t == last, _column(numbers, first + OWED_V, square), 0.0)
-        mbarrier.wait(taken.index(OF_VALUES + place), place_phase ^ 1)
-        sums.index(VALUE_SUMS * place + FROM_STATE).store(from_state)
-        sums.index(VALUE_SUMS * place + AT_END).store(at_end)
-        sums.index(VALUE_SUMS * place + TRACE).store(trace)
-        sums.index(VALUE_SUMS * place + GRAD_BOTH).store(grad_both)
-        release(made.index(OF_VALUES + place))
-        mbarrier.wait(made.index(PAIRS), phase)
+        values = _wide(x.load(square))
+        grads = _wide(grad_read.load(square))
+        grad_both = gl.sum(values * grads, axis=1)
+        from_state = gl.sum(read * grads, axis=1)
+        at_end = gl.sum(grad_v * values, axis=1)
+        grad_v += is_last * _column(numbers, first + OWED_V, square)
+        mbarrier.wait(made[PAIRS], phase)
         read = warpgroup_mma(scores_tile, x, read, is_async=True)
         grad_v = warpgroup_mma(scores_tile.permute((1, 0)), grad_read, grad_v, is_async=True)
-        read, grad_v = warpgroup_mma_wait(0, deps=(read, grad_v))
-        release(empty.index(VALUES))
-        mbarrier.arrive(empty.index(NUMBERS + place))
-        mbarrier.arrive(taken.index(PAIRS))
+        log_row = gl.zeros([C, W], gl.float32, narrow)
+        log_column = gl.zeros([C, W], gl.float32, narrow)
+        # Both sums of one tile: where a gate is large, they must cancel.
+        log_row = warpgroup_mma(log_tile, log_ones, log_row, use_acc=False, is_async=True)
+        log_column = warpgroup_mma(log_tile.permute((1, 0)), log_ones, log_column, use_acc=False, is_async=True)
+        mbarrier.wait(taken[SUMS].index(place), place_phase ^ 1)
+        sums[FROM_STATE].index(place).store(from_state)
+        sums[AT_END].index(place).store(at_end)
+        sums[TRACE].index(place).store(trace)
+        sums[GRAD_BOTH].index(place).store(grad_both)
+        read, grad_v, log_row, log_column = warpgroup_mma_wait(0, deps=(read, grad_v, log_row, log_column))
+        sums[LOG_ROW].index(place).store(_row_sums(log_row))
+        sums[LOG_COLUMN].index(place).store(_row_sums(log_column))
+        release(made[SUMS].index(place))
+        mbarrier.arrive(empty[VALUES])
+        mbarrier.arrive(empty[NUMBERS].index(place))
+        mbarrier.arrive(taken[PAIRS])
         grad_v = grad_v.to(dtype)
-        mbarrier.wait(full.index(GATE), phase)
-        gate = z.load(square).to(gl.float32)
+        mbarrier.wait(full[GATE], phase)
+        gate = _wide(z.load(square))
         share = reciprocal(1.0 + _power(gate * -1.4426950408889634))
         read = read * (share * (1.0 + gate * (1.0 - share)))
-        read = read * grad_y.load(square).to(gl.float32)
+        read = read * _wide(grad_y.load(square))
         gl.thread_barrier()
         z.store(read.to(dtype))
         grad_y.store(grad_v)
         fence_async_shared()
-        release(made.index(GRADS))
+        release(made[GRADS])

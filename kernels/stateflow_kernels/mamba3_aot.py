@@ -89,6 +89,8 @@ def _gradients_case(has_docs: bool, kind: str) -> AotCase:
     others = [n for n in gradients_kernel.arg_names if n not in values | pointers]
     others = {n: tile if n.endswith("_desc") else "i32" for n in others}
     others |= dict(turns_desc=tile.replace(kind, "fp16"))
+    wide = f"tensordesc<{kind}[{CHUNK},{_N}],{hopper.layout(CHUNK, _N, torch.bfloat16)!r}>"
+    others |= dict.fromkeys(("states_desc", "grad_states_desc", "k_rows_desc", "q_rows_desc"), wide)
     name = f"gradients, specialised, {kind}" + (" with documents" if has_docs else "")
     return AotCase(name, gradients_kernel, pointers | others, values, 4, 1, archs=(90,))
 

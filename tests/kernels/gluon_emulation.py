@@ -71,6 +71,10 @@ class Registers:
         return types.SimpleNamespace(layout=None)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
     def shape(self) -> list[int]:
         return list(self.data.shape)
 
@@ -277,7 +281,9 @@ def _scan(x, axis: int, combine):
 
 
 _INSTRUCTIONS = {
-    "sin": torch.sin, "cos": torch.cos, "ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal
+    "sin": torch.sin, "cos": torch.cos, "ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal,
+    "and": lambda x: (x.view(torch.int32) & -(2**16)).view(torch.float32),
+    "shl": torch.Tensor.float,
 }  # fmt: skip
 
 
