@@ -134,7 +134,9 @@ def _choose(
     for table in _tables(_device_name(device)) if device.type == "cuda" else ():
         entry = table.nearest(wanted)
         if entry is not None:
-            plan = entry.plan if num_segments == 1 else dataclasses.replace(entry.plan, num_segments=num_segments)
+            plan = entry.plan
+            if getattr(plan, "num_segments", num_segments) != num_segments:  # a shape near by, or a table made by hand
+                plan = dataclasses.replace(plan, num_segments=num_segments)
             return Choice(plan, entry.shape, table.source)
     if num_segments > 1:
         choice = _choose(family, device, dtype, batch, bucket, *sizes, num_angles, 1)

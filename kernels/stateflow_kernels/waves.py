@@ -22,7 +22,7 @@ def walk_segments(num_chunks: int, heads: int, k_dim: int, v_dim: int) -> int:
 
     Of the shape alone: the backward must find as many as the forward, on whatever device and with whatever plan.
     """
-    if k_dim > 128:  # a map would fill a multiprocessor
+    if k_dim > 128 or heads == 0:  # a map would fill a multiprocessor; an empty batch
         return 1
     segments = min(_PROGRAMS // (heads * triton.cdiv(v_dim, _BLOCK_V)), num_chunks // _LEAST_CHUNKS)
     return segments if segments >= _FEWEST_SEGMENTS else 1

@@ -316,6 +316,15 @@ def _tune(options, config) -> int:
     dim = options.dim
     if config is not None and options.heads:
         raise ValueError(f"--heads {options.heads[0]} and a config say the same: leave one out")
+    given = [name for name in ("dim", "any_order") if getattr(options, name)]
+    if dim is not None and dim < 1:
+        raise ValueError(f"--dim {dim} must be at least 1")
+    if config is not None and given:
+        raise ValueError(f"--{given[0].replace('_', '-')}: the config says that, leave it out")
+    if dim is not None and options.angles is None:
+        raise ValueError(f"--dim {dim} is for Mamba-3: leave it out, or give --angles")
+    if options.any_order and options.angles is not None:
+        raise ValueError(f"--any-order is not for Mamba-3: leave it out, or --angles {options.angles}")
     if config is not None:
         from stateflow.titan.flavors import resolve_model
 

@@ -2,7 +2,8 @@
 
 With chunks of a few thousand tokens the GPU is done with a kernel before the host has launched the next one.  A layer
 that is fully recomputed is two pure functions, (x, state) -> (y, state') and (x, state, dy, dstate') -> (dx, dstate),
-the latter adding to gradient buffers that stay in place.  Each is recorded once a layer and shape of its arguments.
+the latter adding to gradient buffers that stay in place.  Each is recorded once a layer, shape of its arguments and
+autocast.
 
 A replay reads and writes fixed memory: arguments are copied in, results copied out, by buffers that all layers share,
 as are the intermediate tensors (one memory pool).  That is sound because replays follow one another on one stream, and
@@ -18,6 +19,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
+
+from stateflow.autocast import Autocast
 
 Tensors = Sequence[Tensor | None]
 Function = Callable[[Tensors], Tensors]
@@ -74,14 +77,14 @@ class LayerGraphs:
 
     def call(self, key: Hashable, function: Function, arguments: Tensors) -> list[Tensor | None]:
         """`function(arguments)`. It must depend on nothing else but memory that stays in place, and keep nothing."""
-        key = key, *(None if t is None else (t.shape, t.dtype) for t in arguments)
+        given = [t for t in arguments if t is not None]
+        key = key, Autocast.at(given[0]), *(None if t is None else (t.shape, t.dtype) for t in arguments)
         if key not in self._recorded:
             if key not in self._seen:
                 self._seen.add(key)
                 return list(function(arguments))
             self._recorded[key] = self._record(function, arguments)
         replay, inputs, outputs = self._recorded[key]
-        given = [t for t in arguments if t is not None]
         with torch.no_grad():
             torch._foreach_copy_(inputs, given)
             replay()

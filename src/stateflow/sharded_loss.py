@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from .autocast import Autocast
 from .collectives import all_reduce
 from .recurrence.numerics import at_least_float32, product
 
@@ -35,12 +36,18 @@ class _ShardedLinearCrossEntropy(torch.autograd.Function):
         sums_2N = torch.stack([(lse_N - largest_N).exp(), target_N.masked_fill(~here_N, 0)])
         sum_N, target_N = all_reduce(sums_2N, "sum", group_name)
         lse_N = largest_N + sum_N.log()
+        ctx.autocast = Autocast.at(hidden_ND)
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, lse_N)
         ctx.arguments = first_row, group_name, ignore_index, block_tokens
         return (lse_N - target_N).masked_fill(~counts_N, 0).sum()
 
     @staticmethod
     def backward(ctx, grad_loss):
+        with ctx.autocast.again():
+            return _ShardedLinearCrossEntropy._gradients(ctx, grad_loss)
+
+    @staticmethod
+    def _gradients(ctx, grad_loss):
         hidden_ND, weight_VD, labels_N, lse_N = ctx.saved_tensors
         first_row, group_name, ignore_index, block_tokens = ctx.arguments
         counts_N = labels_N != ignore_index

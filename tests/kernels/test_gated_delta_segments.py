@@ -80,6 +80,7 @@ def test_how_many_segments():
     assert [walk_segments(512, heads, 128, 128) for heads in (4, 8, 10, 13, 14, 20, 40)] == [16, 8, 6, 5, 1, 1, 1]
     assert [walk_segments(chunks, 10, 128, 128) for chunks in (159, 160, 191, 192, 4096)] == [1, 5, 5, 6, 6]
     assert walk_segments(512, 2, 256, 128) == 1  # no kernel composes maps of such keys
+    assert walk_segments(512, 0, 128, 128) == 1  # an empty batch
 
 
 @on_devices

@@ -109,6 +109,12 @@ def test_an_output_projection_with_a_hook_is_called(calls):
     assert_same_bits(*found)
 
 
+def test_an_empty_batch(calls):
+    found = results(make_layer("on"), batch=0)
+    assert len(calls) == 1
+    assert_same_bits(found, results(make_layer("off"), batch=0))
+
+
 @pytest.mark.parametrize("how", ["hook", "bias", "autocast", "dispatch mode", "no gradient", "reference"])
 def test_where_calls_are_wanted_the_parts_are_called(how, calls):
     layer = make_layer("on", **({"backend": "reference"} if how == "reference" else {}))

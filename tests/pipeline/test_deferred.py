@@ -116,6 +116,24 @@ def test_any_linear_module(shape, needs_grad):
         assert not module(x).requires_grad
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("forward", [False, True])
+def test_i_and_w_compute_as_the_forward_did_whatever_autocast_is_on(forward, bias):
+    found = []
+    for backward in (forward, not forward):
+        torch.manual_seed(0)
+        linear, x = nn.Linear(8, 8, bias=bias), torch.randn(4, 8, requires_grad=True)
+        deferred = DeferredWeights(linear)
+        with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+            y = linear(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+            with deferred.collecting() as work:
+                y.backward(torch.ones_like(y))
+            run_all(work)
+        found.append([x.grad, *(p.grad for p in linear.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_modules_compiled_in_place_are_refused():
     whole = TwoProjections()
     whole.compile(backend="eager")

@@ -147,6 +147,10 @@ def test_a_recording_keeps_results_apart():
     for shape in ((3,), (4,), (4,)):  # with a second tensor, and then of another length, each recorded by itself
         graphs.call("double", double, (torch.ones(shape), torch.ones(shape)))
     assert graphs.num_recorded == 2
+    with torch.autocast("cpu", torch.bfloat16):  # what was recorded computes in other types
+        for _ in range(2):
+            graphs.call("double", double, (torch.ones(3), None))
+    assert graphs.num_recorded == 3
 
 
 def test_only_inputs_live_and_the_last_product_is_left_out(monkeypatch):

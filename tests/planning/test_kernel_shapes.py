@@ -96,6 +96,17 @@ def test_refusals(capsys):
     assert main(["tune-kernels"]) == 2
     assert main(["tune-kernels", str(DEMO), "--heads", "4"]) == 2
     assert main(["tune-kernels", "--heads", "4", "--what"]) == 2
+    wrong = [["--any-order"], ["--dim", "64"]]
+    assert [main(["tune-kernels", str(DEMO), *more]) for more in wrong] == [2, 2]
+    wrong += [["--dim", "0", "--angles", "8"], ["--any-order", "--angles", "8"]]
+    assert [main(["tune-kernels", "--heads", "4", *more]) for more in wrong[1:]] == [2, 2, 2]
     errors = capsys.readouterr().err.splitlines()
     assert errors[0] == "stateflow: tune-kernels needs a config, or shapes: --heads 20 --tokens 8192"
     assert "leave one out" in errors[1] and errors[2] == "stateflow: unknown argument --what"
+    assert errors[3:] == [
+        "stateflow: --any-order: the config says that, leave it out",
+        "stateflow: --dim: the config says that, leave it out",
+        "stateflow: --dim 64 is for Mamba-3: leave it out, or give --angles",
+        "stateflow: --dim 0 must be at least 1",
+        "stateflow: --any-order is not for Mamba-3: leave it out, or --angles 8",
+    ]

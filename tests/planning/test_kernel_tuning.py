@@ -244,6 +244,14 @@ def test_a_search_for_mamba3(tmp_path):
     assert entry.plan == replace(default, **best, cuts=CUTS[1], overlap_backward=True, overlap_projections=True)
     assert entry.evidence["layer_ms"] == {"dim": 2560, "serial": [9.0, 9.0], "at_once": [8.5, 8.995]}
     assert load(tmp_path / "t.json").entries == (entry,)
+
+    def does_not_fit(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    bench.time_layer = does_not_fit
+    (entry,) = tune([shape], lambda _: bench, lambda _: default, HERE, tmp_path / "u.json", 1e9, str, bench.clock)
+    assert entry.plan == replace(default, **best, cuts=CUTS[1], overlap_backward=True)
+    assert load(tmp_path / "u.json").entries == (entry,)
     # What leaves or takes sums over blocks of columns has one width, whatever the length.
     for kernel in ("scan_backward", "query_gradients", "key_gradients"):
         assert {tile.block_v for tile in candidate_tiles(kernel, shape, getattr(default, kernel))} == {

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from stateflow.chunks import ChunkCost, ChunkPlan
 from stateflow.cli import main
+from stateflow.model import ModelConfig
 from stateflow.pipeline.policies import build_schedule, find_policy
 from stateflow.pipeline.schedule import Kind
 from stateflow.pipeline.simulator import simulate
 from stateflow.planning.devices import DEVICES
-from stateflow.planning.plan_file import PlanFile, Target, misfit, read_plan, write_plan
+from stateflow.planning.plan_file import PlanFile, Target, misfit, model_digest, read_plan, write_plan
 from stateflow.planning.profile import (
     Budget,
     Cache,
@@ -309,3 +310,10 @@ def test_the_choice_is_within_two_percent_of_an_exhaustive_grid(constant, quadra
         for skew in (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
     ]
     assert really(chosen.policy, chosen.plan) <= 1.02 * min(grid)
+
+
+def test_a_plan_stays_one_for_a_model_that_is_computed_in_another_way():
+    model = ModelConfig()
+    for changes in (dict(backend="chunk"), dict(exact_order=False), dict(overlap_projections="on")):
+        assert model_digest(dataclasses.replace(model, **changes)) == model_digest(model)
+    assert model_digest(dataclasses.replace(model, dim=512)) != model_digest(model)

@@ -113,7 +113,7 @@ class _Call:
     ) -> tuple[Inputs, tuple[Tensor, ...]]:
         """The operands of the recurrence, and what it returns. `others`: its parameters and its state."""
         z_weight, x_weight, *small = weights[:NUM_IN]
-        x_NI = x_BTD.reshape(-1, x_BTD.shape[-1])
+        x_NI = x_BTD.flatten(0, -2)
         z_BTHP, x_BTHP = (
             x_BTD.new_empty(*x_BTD.shape[:2], len(weight) // self.head_dim, self.head_dim)
             for weight in (z_weight, x_weight)
@@ -122,7 +122,7 @@ class _Call:
         _check(*inputs, self.options[-1])
 
         def write(weight_OI: Tensor, to_BTHP: Tensor) -> None:
-            torch.mm(x_NI, weight_OI.t(), out=to_BTHP.view(len(x_NI), -1))
+            torch.mm(x_NI, weight_OI.t(), out=to_BTHP.view(len(x_NI), len(weight_OI)))
 
         gates, scan = (lambda: write(x_weight, x_BTHP)), (lambda: write(z_weight, z_BTHP))
         beside = self.beside(self.at_once.forward, gates=gates, scan=scan)
@@ -157,12 +157,11 @@ class _Call:
         work: dict[str, Callable] = dict(finish=through_z_and_x)
         grad_mixed_BTHP, *grads_of_state = grads
         if mixed_BTHP is not None:
-            grad_NO = grad_mixed_BTHP.reshape(-1, grad_mixed_BTHP.shape[-1])
-            mixed_NI = mixed_BTHP.view(len(grad_NO), -1)
+            grad_NO, mixed_NI = grad_mixed_BTHP.flatten(0, -2), mixed_BTHP.flatten(2).flatten(0, -2)
             grad_mixed_BTHP = torch.empty_like(mixed_BTHP)
 
             def to_mixed() -> None:
-                torch.mm(grad_NO, weights[-1], out=grad_mixed_BTHP.view(len(grad_NO), -1))
+                torch.mm(grad_NO, weights[-1], out=grad_mixed_BTHP.view(mixed_NI.shape))
 
             def to_weight() -> None:
                 weight_grads[-1] = weight_gradient(mixed_NI, grad_NO, self.takers[-1], needed[-1])

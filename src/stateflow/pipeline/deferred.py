@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stateflow.autocast import Autocast
 from stateflow.weight_gradients import add_weight_gradients, adding_linear, input_gradient
 
 
@@ -36,10 +37,12 @@ class WeightWork:
     bias: Tensor | None
     x: Tensor
     grad: Tensor
+    autocast: Autocast  # of the forward
 
     def run(self) -> None:
         """Adds the gradients to the parameters'."""
-        add_weight_gradients(self.weight, self.bias, self.x, self.grad)
+        with self.autocast.again():
+            add_weight_gradients(self.weight, self.bias, self.x, self.grad)
 
 
 class DeferredWeights:
@@ -89,7 +92,7 @@ class DeferredWeights:
     def note(self, linear: nn.Linear, x: Tensor, grad: Tensor) -> None:
         assert self._work is not None, "backward of a projection outside of collecting()"
         with torch.enable_grad():  # under tensor parallelism these are properties that give local parts
-            self._work.append(WeightWork(linear.weight, linear.bias, x, grad))
+            self._work.append(WeightWork(linear.weight, linear.bias, x, grad, Autocast.at(x)))
 
     def taps(self, linears: Sequence[nn.Linear], shape: Sequence[int], like: Tensor) -> tuple[Tensor, ...]:
         """Two tensors for each projection, for its inputs [*shape, in] and its outputs [*shape, out]."""
@@ -163,7 +166,7 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, anchor, zero, owner: DeferredWeights, linears: Sequence[nn.Linear], shape: tuple[int, ...]):
-        ctx.owner, ctx.linears = owner, linears
+        ctx.owner, ctx.linears, ctx.autocast = owner, linears, Autocast.at(zero)
         ctx.set_materialize_grads(False)
         taps: list[Tensor] = []
         for linear in linears:
@@ -173,9 +176,10 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
-        for linear, x, grad in zip(ctx.linears, grads[::2], grads[1::2], strict=True):
-            if x is not None:
-                ctx.owner.note(linear, x, grad)
+        with ctx.autocast.again():
+            for linear, x, grad in zip(ctx.linears, grads[::2], grads[1::2], strict=True):
+                if x is not None:
+                    ctx.owner.note(linear, x, grad)
         return None, None, None, None, None
 
 
@@ -184,13 +188,16 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight_OI, bias_O, tap_x, tap_y):
+        # A compiled graph keeps its own.
+        ctx.autocast = None if torch.compiler.is_compiling() else Autocast.at(x)
         ctx.save_for_backward(x, weight_OI)
         return F.linear(x, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight_OI = ctx.saved_tensors
-        grad_x = input_gradient(weight_OI, x, grad) if ctx.needs_input_grad[0] else None
+        with nullcontext() if ctx.autocast is None else ctx.autocast.again():
+            grad_x = input_gradient(weight_OI, x, grad) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, x, grad
 
 
@@ -201,7 +208,7 @@ def project_backward(linear: nn.Linear, x: Tensor, grad: Tensor) -> Tensor:
         if isinstance(linear, _PutOff):
             linear.put_off_by.note(linear, x, grad)
         else:
-            WeightWork(weight, linear.bias, x, grad).run()
+            add_weight_gradients(weight, linear.bias, x, grad)
     return input_gradient(weight.detach(), x, grad)
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from stateflow.bench.measure import Timing, Turns
 from stateflow.planning import mamba3_launches
 from stateflow.planning.kernel_launches import KERNELS
@@ -298,7 +300,6 @@ class Search:
         self.say(f"  {_sum(tuned)} ms, default {_sum(default)} ms")
         return Entry(shape, plan, evidence)
 
-
     def _with_projections(self, entry: Entry) -> Entry:
         """Whether the layer's projections run beside the kernels, which changes no bit: forward and backward alone."""
         if self.clock() >= self.deadline:
@@ -306,8 +307,12 @@ class Search:
         shape = entry.shape
         dim = shape.num_heads * shape.v_dim // 2 if self.dim is None else self.dim
         beside = dict(overlap_projections=True, overlap_projections_backward=True)
-        serial = self.bench.time_layer(entry.plan, dim)
-        at_once = self.bench.time_layer(replace(entry.plan, **beside), dim)
+        try:
+            serial = self.bench.time_layer(entry.plan, dim)
+            at_once = self.bench.time_layer(replace(entry.plan, **beside), dim)
+        except torch.OutOfMemoryError:
+            self.say(f"  layer of width {dim}: the memory does not hold one; its projections stay behind the kernels")
+            return entry
         pays = [mine.beats(its) for mine, its in zip(at_once, serial, strict=True)]
         self.say(
             f"  layer of width {dim}: {_sum(serial)} ms, with projections beside the kernels {_sum(at_once)} ms "
@@ -377,8 +382,6 @@ def run(
     Raises:
         ValueError: there is no GPU, or `out` holds no table for it.
     """
-    import torch
-
     from stateflow.bench.measure import require_cuda
     from stateflow.planning.kernel_bench import KernelBench
     from stateflow_kernels import plans

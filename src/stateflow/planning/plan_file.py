@@ -21,7 +21,7 @@ from stateflow.model import ModelConfig
 VERSION = 1
 # Fields that change neither the cost of a chunk nor the tensors that exist.
 _NOT_SHAPE = {"init_std", "init_seed", "backend", "exact_order", "rope_theta", "rope_reset", "norm_eps", "attn_type"}
-_NOT_SHAPE |= {"pattern"}
+_NOT_SHAPE |= {"pattern", "overlap_projections"}
 
 
 def model_digest(config: ModelConfig) -> str:

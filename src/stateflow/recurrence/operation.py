@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..autocast import Autocast
+
 _LIBRARY = torch.library.Library("stateflow", "FRAGMENT")
 
 
@@ -53,13 +55,15 @@ class Operation:
             def forward(ctx, *inputs):
                 with torch._C._AutoDispatchBelowAutograd():
                     output = overload(*inputs)
+                ctx.autocast = Autocast.at(next(x for x in inputs if isinstance(x, Tensor)))
                 setup_context(ctx, inputs, output)
                 return output
 
             @staticmethod
             @once_differentiable  # else second derivatives are 0: backwards are operations without one
             def backward(ctx, *grads):
-                return backward(ctx, *grads)
+                with ctx.autocast.again():
+                    return backward(ctx, *grads)
 
         def with_autograd(*inputs):
             if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
