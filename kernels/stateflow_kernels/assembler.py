@@ -45,9 +45,9 @@ def _is_broken(version: str | None) -> bool:
     return version is not None and BROKEN[0] <= tuple(int(n) for n in version.split(".")) < BROKEN[1]
 
 
-def _inductors() -> Path:
-    """One that comes with torch. Inductor, when it first compiles, names it in the environment if none is named."""
-    return Path(torch.__file__).parent / "bin" / "ptxas"
+def _is_torchs(path: Path) -> bool:
+    """Whether it comes with torch. Inductor, when it first compiles, names that one if none is named (torch 2.11)."""
+    return path.is_relative_to(Path(torch.__file__).parent)
 
 
 def choose() -> None:
@@ -58,7 +58,7 @@ def choose() -> None:
     one, or if Triton has none.
     """
     named = os.environ.get(VARIABLE)
-    if named and Path(named) != _inductors():
+    if named and not _is_torchs(Path(named)):
         return
     chosen = bundled()
     if _is_broken(version_of(chosen)):

@@ -1,10 +1,14 @@
 """Which ptxas is called. What a look at its code finds is tested beside the kernels that are compiled."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from stateflow_kernels import assembler
 
-TRITONS, NEWER, INDUCTORS = (assembler.bundled(), assembler.bundled("ptxas-blackwell"), assembler._inductors())
+TRITONS, NEWER = assembler.bundled(), assembler.bundled("ptxas-blackwell")
+INDUCTORS = Path(torch.__file__).parent / "bin" / "ptxas"
 
 
 def chosen(monkeypatch, named, versions: dict) -> str | None:
