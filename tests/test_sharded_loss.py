@@ -48,6 +48,20 @@ def test_loss_and_gradients_equal_those_of_full_logits(workers, ignored, block_t
     workers.run(equals_full_logits, NUM_RANKS, ignored=ignored, block_tokens=block_tokens)
 
 
+def ignores_autocast_of_the_backward(rank, group) -> None:
+    grads = []
+    for under in (False, True):
+        hidden, _, sharded, labels = make_inputs(group, 0.3, torch.float32)
+        value = sharded_linear_cross_entropy(hidden, sharded, labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=under):
+            grads.append(torch.autograd.grad(value, [hidden, sharded]))
+    assert all(torch.equal(a, b) for (a, b) in zip(*([h, w.to_local()] for h, w in grads), strict=True))
+
+
+def test_a_backward_under_autocast_computes_as_its_forward_did(workers):
+    workers.run(ignores_autocast_of_the_backward, NUM_RANKS)
+
+
 def is_chosen_by_the_weight(rank, group) -> None:
     hidden, weight, sharded, labels = make_inputs(group, 0.3)
     with saved_tensors() as saved:
