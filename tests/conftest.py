@@ -16,9 +16,10 @@ if not torch.cuda.is_available():
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from tests.interpreter import replace_language_once_a_launch  # noqa: E402
+from tests.interpreter import refuse_what_gpus_do_not_multiply, replace_language_once_a_launch  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    refuse_what_gpus_do_not_multiply()
     replace_language_once_a_launch()
 
 NIGHTLY_FACTOR = 10

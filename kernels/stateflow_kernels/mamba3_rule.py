@@ -150,7 +150,7 @@ class Problem:
         self.gate_blocks = self.batch * triton.cdiv(self.num_heads, GATE_HEADS)
         self.dtype, self.device = x.dtype, x.device
         self.descriptors: dict[tuple, tuple] = {}  # see `hopper_mamba3._tiles`
-        half = max(8, triton.next_power_of_2(self.num_angles))
+        half = max(16, triton.next_power_of_2(self.num_angles))  # products sum over them: 16 is the least
         others = max(16, triton.next_power_of_2(max(1, self.n_dim - 2 * self.num_angles)))
         # What kernels may be specialised on; each takes those that it names. Never a length.
         self.constants = dict(
