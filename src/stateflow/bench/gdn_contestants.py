@@ -73,7 +73,8 @@ class GatedDeltaRule(Subject):
 
         dtype = getattr(torch, shape.dtype)
         sizes = (shape.num_heads, shape.num_key_heads, shape.k_dim, shape.v_dim)
-        problem = Problem(device, dtype, *sizes, normalize=True, has_docs=False, batch=shape.batch)
+        options = dict(batch=shape.batch, in_segments=contestant.plan.num_segments > 1)
+        problem = Problem(device, dtype, *sizes, normalize=True, has_docs=False, **options)
         if checked_plan(problem, contestant.plan) != contestant.plan:
             raise ValueError("the kernels' self-check failed with this plan")
 

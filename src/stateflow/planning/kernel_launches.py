@@ -227,7 +227,8 @@ def time_all(shape: Shape, say=print) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     plan = choice_for(shape, device).plan
     sizes = (shape.num_heads, shape.num_key_heads, shape.k_dim, shape.v_dim)
-    problem = self_check.Problem(device, getattr(torch, shape.dtype), *sizes, normalize=True, has_docs=False)
+    options = dict(normalize=True, has_docs=False, in_segments=shape.segments > 1)
+    problem = self_check.Problem(device, getattr(torch, shape.dtype), *sizes, **options)
     inputs, grads = problem.example()
     expected = problem.expected(*([x if x is None else x.double() for x in xs] for xs in (inputs, grads)))
 

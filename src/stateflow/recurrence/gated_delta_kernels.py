@@ -56,6 +56,7 @@ def _choose_plan(q_BTHK: Tensor, v_BTHV: Tensor, has_docs: bool, normalize: bool
         v_dim=v_dim,
         normalize=normalize,
         has_docs=has_docs,
+        in_segments=num_segments > 1,
     )
     plan = plan_for(
         "gated_delta_rule",
