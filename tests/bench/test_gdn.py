@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from stateflow.bench import processes
+from stateflow.bench import processes, shares, worker
 from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant
 from stateflow.bench.gdn_contestants import ANY_ORDER, DEFAULT, SERIAL_64, SUBJECT
 from stateflow.bench.gdn_report import render
 from stateflow.bench.measure import Timing, read_rows
-from stateflow.bench.worker import Parity, Spec, done_path, sample_path
+from stateflow.bench.worker import Parity, Spec, done_path, go_path, sample_path
 from stateflow.cli import build_parser, main
 from stateflow.recurrence import gated_delta_rule
 from stateflow.recurrence.self_check import NAMES
@@ -153,8 +153,42 @@ def test_parity_is_computed_once_for_all_lengths(monkeypatch):
     assert first is longer and calls == [70]
 
 
+def test_variants_of_a_library_are_compiled_once_for_all_its_processes(tmp_path, monkeypatch, capfd):
+    """Of the processes that are started each says what it got; one fails, and the benchmark goes on."""
+    program = "import json, sys; job = json.loads(sys.argv[-1]); print(job['index'], job['count'], len(job['shapes']))"
+    program += "; sys.exit(job['index'])"
+    popen = shares.subprocess.Popen
+    monkeypatch.setattr(
+        shares.subprocess, "Popen", lambda command: popen([sys.executable, "-c", program, command[-1]])
+    )
+    monkeypatch.setattr(shares.os, "cpu_count", lambda: 4)
+    for _ in range(2):
+        shares.compile_at_once("gdn", "fla", [SHAPE, replace(SHAPE, k_dim=64)], "fla", tmp_path)
+    *jobs, summary = sorted(capfd.readouterr().out.splitlines())
+    assert jobs == ["0 2 2", "1 2 2"] and summary.endswith("with 2 processes, failed: [1]")
+
+
+def test_kernels_that_tune_themselves_are_found(monkeypatch):
+    import triton
+
+    def body(x):
+        pass
+
+    tuner = triton.runtime.autotuner.Autotuner(
+        triton.JITFunction(body), ["x"], [triton.Config({}, num_warps=n) for n in (1, 2, 4, 8)], [], None, None
+    )
+    module = types.ModuleType("fla.ops.something")
+    module.kernel, module.same, module.other = triton.runtime.autotuner.Heuristics(tuner, ["x"], {}), tuner, body
+    monkeypatch.setitem(sys.modules, "fla.ops.something", module)
+    monkeypatch.setitem(sys.modules, "flat", types.SimpleNamespace(kernel=tuner))
+    assert shares.tuners("fla") == [tuner]
+    assert shares.kinds_of([SHAPE, replace(SHAPE, tokens=7), replace(SHAPE, k_dim=64)]) == [
+        replace(SHAPE, tokens=7), replace(SHAPE, k_dim=64)
+    ]  # fmt: skip
+
+
 def test_specs_are_files():
-    spec = Spec("gdn", "fla", (SHAPE,), "rows", "work", 10)
+    spec = Spec("gdn", "fla", (SHAPE,), "rows", "work", 10, "fla-2", (SHAPE,), ("serial",))
     assert from_json(Spec, json.loads(json.dumps(to_json(spec)))) == spec
 
 
@@ -174,6 +208,7 @@ def test_shapes(monkeypatch):
     [
         (["--runs", "3"], "--runs 3: a median needs 10 or more"),
         (["--peer-tokens", "4096"], "is not among ours"),
+        (["--ours", "walks", "all"], "--ours all: choose from serial, default, serial-64, any-order, walks"),
         (["--dims", "12x128"], "K must be a multiple of 8"),
         ([], "stateflow bench measures on a CUDA device and there is none here"),
     ],
@@ -203,12 +238,13 @@ def test_a_peers_folder_comes_first_in_its_process_only(tmp_path, monkeypatch):
 
 def test_a_process_that_dies_or_takes_too_long_is_a_row(tmp_path, monkeypatch, capsys):
     def start(group: str, program: str) -> processes.Process:
+        spec = Spec("gdn", group, (SHAPE,), str(tmp_path / "rows"), str(tmp_path), 10)
         monkeypatch.setattr(processes.sys, "executable", "/bin/sh")
         command = tmp_path / f"{group}.sh"
         command.write_text(program)
         popen = processes.subprocess.Popen
         monkeypatch.setattr(processes.subprocess, "Popen", lambda _, **kw: popen(["/bin/sh", str(command)], **kw))
-        process = processes.Process(SUBJECT, group, [SHAPE], tmp_path / "rows", tmp_path, 10, None)
+        process = processes.Process(SUBJECT, spec, None)
         monkeypatch.setattr(processes.subprocess, "Popen", popen)
         return process
 
@@ -218,8 +254,8 @@ def test_a_process_that_dies_or_takes_too_long_is_a_row(tmp_path, monkeypatch, c
     assert slow.process.poll() is not None
     failed = {row["contestant"]: row["failed"] for row in read_rows(tmp_path / "rows")}
     assert failed == {
-        "fla": "the process fla-2 ended with status 3",
-        "flashqla": "the process flashqla-2 was stopped after 0 s",
+        "fla": "the process fla-2-32x32 ended with status 3",
+        "flashqla": "the process flashqla-2-32x32 was stopped after 0 s",
     }
     assert "told" in capsys.readouterr().out
 
@@ -230,11 +266,19 @@ def no_processes(monkeypatch, tmp_path):
     log = []
 
     class Fake:
-        def __init__(self, subject, group, shapes, rows, work, runs, path):
-            self.group, self.rows, self.work = group, rows, work
-            log.append((group, path, [(shape.num_heads, shape.tokens) for shape in shapes]))
+        def __init__(self, subject, spec, path):
+            self.group, self.rows, self.work = spec.group, Path(spec.rows), Path(spec.work)
+            self.name, self.asked = spec.group, 0
+            log.append((self.group, path, [(shape.num_heads, shape.tokens) for shape in spec.shapes]))
+            log.extend([("choices", spec.choices)] if spec.choices else [])
 
-        def wait(self, seconds):
+        def is_warm(self):
+            assert not go_path(self.work).exists()
+            self.asked += 1
+            return self.asked > 2
+
+        def wait(self, seconds, end):
+            assert go_path(self.work).exists()
             assert done_path(self.work).exists() == (self.group != OURS), "peers may wait for ours until it ends"
             log.append(("wait", self.group, seconds))
             if self.group == OURS:
@@ -267,6 +311,7 @@ def test_the_order_of_things(no_processes, tmp_path, capsys):
         ("fla", tmp_path, [(12, 4096)]),
         ("tune", [(10, 128, 8192), (10, 128, 65536)], None),
         (OURS, None, [*both, (12, 4096)]),
+        ("choices", tuple(SUBJECT.choices)),
         ("wait", OURS, None),
         *[("wait", "fla", 60.0)] * 3,
         *[("end", "fla")] * 3,
@@ -275,6 +320,66 @@ def test_the_order_of_things(no_processes, tmp_path, capsys):
     assert os.environ["STATEFLOW_PLAN_TABLE"] == str(tmp_path / "table")
     assert "ours / FLA" in (tmp_path / "table.md").read_text()
     assert "the device broke" in capsys.readouterr().err
+
+
+def test_shapes_one_by_one_and_less_of_ours(no_processes, tmp_path):
+    arguments = ["--shapes", "8x65536", "10x16384", "8x16384", "20x16384x96x192", "--untuned", "12x16384"]
+    arguments += ["--peers", "fla", "--peer-heads", "8", "20", "--peer-untuned", "--ours", "any-order"]
+    arguments += ["--tune", str(tmp_path / "table"), "--tune-dims", "128x128", "--time-limit", "240"]
+    assert main(["bench", "gdn", *arguments]) == 0
+    assert no_processes[:6] == [
+        ("fla", None, [(8, 65536), (8, 16384)]),
+        ("fla", None, [(20, 16384)]),
+        ("fla", None, [(12, 16384)]),
+        ("tune", [(8, 128, 65536), (10, 128, 16384), (8, 128, 16384)], None),
+        (OURS, None, [(8, 65536), (10, 16384), (8, 16384), (20, 16384), (12, 16384)]),
+        ("choices", ("any-order",)),
+    ]
+
+
+def test_nothing_is_timed_before_all_are_warm(monkeypatch, capsys):
+    def waits(*warm_at: float) -> float:
+        now = [0.0]
+        fakes = [types.SimpleNamespace(name=f"p{t}", is_warm=lambda t=t: now[0] >= t) for t in warm_at]
+        monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(processes.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + 1.0))
+        processes._until_warm(fakes, 30.0)
+        return now[0]
+
+    assert waits() == 0 and waits(3, 7) == 7
+    assert "not warm" not in capsys.readouterr().out
+    assert waits(3, 70) == 30
+    assert "warm after 30 s: what is timed is timed from here on, while these are not warm yet: p70" in (
+        capsys.readouterr().out
+    )
+
+
+@interpreted
+def test_chosen_variants_of_ours(work):
+    few = replace(SHAPE, num_heads=2, k_dim=128, v_dim=128, dtype="bfloat16", tokens=32768)
+    chosen = [c.name for c in SUBJECT.chosen(OURS, few, CPU, ["any-order", "serial-64"])]
+    assert chosen == [OURS, SERIAL_64, ANY_ORDER]
+    assert [c.name for c in SUBJECT.chosen(OURS, SHAPE, CPU, [])] == [OURS]
+    spec = Spec("gdn", OURS, (SHAPE,), str(work / "rows"), str(work), 10, choices=("walks",))
+    assert worker.Worker(spec, CPU).wants("parts")
+    assert not worker.Worker(replace(spec, choices=("serial",)), CPU).wants("parts")
+
+
+def test_what_is_compiled_before_ours_run(monkeypatch, tmp_path):
+    """Of segments the walks with their maps; each kernel once."""
+    few = replace(SHAPE, num_heads=8, num_key_heads=8, k_dim=128, v_dim=128, dtype="bfloat16", tokens=32768)
+    found = []
+    monkeypatch.setattr("stateflow.planning.kernel_bench.compile_jobs", lambda jobs, *_: found.extend(jobs))
+    spec = Spec("gdn", OURS, (few, replace(few, tokens=65536)), "rows", str(tmp_path), 10, choices=("any-order",))
+    SUBJECT.get_ready(spec, CPU)
+    names = [(shape.segments, name) for shape, name, _ in found]
+    assert len(names) == len(set(found)) and {shape.tokens for shape, *_ in found} == {1}
+    others = ["out", "out_backward", "query_backward", "solve_backward", "key_backward", "pre_backward"]
+    walks = [(n, name) for n in (1, 8) for name in ("transition", "transition_backward")]
+    assert sorted(names) == sorted([(1, "pre"), *((1, name) for name in others), *walks])
+    found.clear()
+    SUBJECT.get_ready(replace(spec, choices=("walks",)), CPU)
+    assert len(found) == 9 + 6
 
 
 def report_rows() -> list[dict]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -180,11 +181,27 @@ class Launches:
         self.merges_gradients = hopper.merges_gradients(problem, 1, q, k, v, grad_o)
         self.pre_backward = pre_backward
         self.gradients = lambda chunks_a_program: hopper.gradients(problem, chunks_a_program, whole, *made, *outputs)
+        # Not of a tile of their own: see `launched`.
+        self.by_name |= {"pre_backward": pre_backward, "gradients": self.gradients}
         self.results = dict(o=o, state=state_out, dq=grad_q, dk=grad_k, dv=grad_v, dg=grad_g, dbeta=grad_beta)
         self.results["dstate"] = grad_state_in
         if fill is not None:
             for name in KERNELS:
                 self.by_name[name](getattr(fill, name))
+
+
+def launched(plan: Plan, shape: Shape, device: torch.device) -> list[tuple[str, Tile | int]]:
+    """What a forward and a backward with this plan launch, by the names in `Launches`; "gradients" has chunks."""
+    sizes = dict(k_dim=shape.k_dim, v_dim=shape.v_dim, num_heads=shape.num_heads, num_key_heads=shape.num_key_heads)
+    problem = SimpleNamespace(batch=shape.batch, dtype=getattr(torch, shape.dtype), device=device, **sizes)
+    unused = {"out"} if hopper.runs(problem, plan.transition_out) else {"transition_out"}
+    if hopper.runs(problem, plan.transition_backward):
+        unused.add("out_backward")
+    merged = hopper.merges_gradients(problem, plan.gradient_chunks)
+    if merged:
+        unused |= {"query_backward", "solve_backward", "key_backward"}
+    found = [(name, getattr(plan, name)) for name in KERNELS if name not in unused]
+    return [*found, ("pre_backward", plan.pre), *([("gradients", plan.gradient_chunks)] if merged else [])]
 
 
 def _variants(plan: Plan) -> dict[str, Plan]:

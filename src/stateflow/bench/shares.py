@@ -1,0 +1,124 @@
+"""Libraries that tune themselves compile their variants one after the other: here several processes share them out.
+
+Each runs the operation once on a short sequence with a part of the variants, and leaves what Triton compiled in its
+cache on disk. None of them times anything: the process of the benchmark tunes with all variants.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from stateflow_kernels.plan_table import Shape, from_json, to_json
+
+# Tokens: these and the kernel chunks are multiples of 16, as with all lengths that matter: Triton compiles others anew.
+SHORT = 1024
+LIMIT_S = 900.0
+
+
+def share_of(variants: list, index: int, count: int) -> list:
+    """Every `count`-th, or two of them: a kernel with one variant is not tuned, and fails where that one does."""
+    share = variants[index::count]
+    return share if len(share) > 1 else variants[:2]
+
+
+def tuners(package: str) -> list:
+    """The kernels that tune themselves, of all modules of a package that are imported."""
+    from triton.runtime.autotuner import Autotuner
+
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == package]
+    found = []
+    for x in [x for module in modules for x in vars(module).values()]:
+        while x is not None and not isinstance(x, Autotuner):  # within what sets some of their arguments
+            x = vars(x).get("fn") if type(x).__module__.startswith("triton.") else None
+        if x is not None:
+            found.append(x)
+    return list(dict.fromkeys(found))
+
+
+def compile_share(benchmark: str, group: str, shapes: Sequence[Shape], package: str, index: int, count: int) -> None:
+    """Of every count of heads and size among the shapes."""
+    import torch
+    import triton.testing
+
+    from stateflow.bench.contestants import subject_named
+
+    subject, device = subject_named(benchmark), torch.device("cuda", torch.cuda.current_device())
+    subject.contestants(group, shapes[0], device)  # imports what there is to tune
+    for tuner in tuners(package):
+        tuner.configs = share_of(tuner.configs, index, count)
+
+    def compile_only(fn, *args, **kwargs):
+        fn()
+        return [0.0, 0.0, 0.0]
+
+    triton.testing.do_bench = compile_only
+    for shape in kinds_of(shapes):
+        contestant = subject.contestants(group, shape, device)[0]
+        contestant.results(*subject.random_inputs(shape, SHORT, device))
+    torch.cuda.synchronize()
+
+
+def kinds_of(shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes that differ in more than their tokens."""
+    return list({replace(shape, tokens=1): shape for shape in shapes}.values())
+
+
+def at_once(commands: Sequence[list[str]], limit_s: float) -> list[int]:
+    """Which of the commands failed, or were ended after so long; none of them outlives this process."""
+    began = time.monotonic()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, too
+    processes: list[subprocess.Popen] = []
+    try:
+        for command in commands:
+            processes.append(subprocess.Popen(command))
+        for process in processes:
+            process.wait(max(1.0, began + limit_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print(f"compiling took more than {limit_s:.0f} s", flush=True)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        signal.signal(signal.SIGTERM, before)
+    return [i for i, process in enumerate(processes) if process.returncode]
+
+
+def compile_at_once(benchmark: str, group: str, shapes: Sequence[Shape], package: str, work: Path) -> None:
+    """The first process of the group that comes here has all shapes compiled, the others wait for it.
+
+    What fails here is compiled later, or fails there.
+    """
+    done = work / f"{group}.compiled"
+    with open(work / f"{group}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if done.exists():
+            return
+        count, began = max(1, (os.cpu_count() or 1) - 2), time.monotonic()
+        job = dict(benchmark=benchmark, group=group, shapes=[to_json(shape) for shape in shapes], package=package)
+        commands = [
+            [sys.executable, "-m", "stateflow.bench.shares", json.dumps(job | dict(index=i, count=count))]
+            for i in range(count)
+        ]
+        failed = at_once(commands, LIMIT_S)
+        done.touch()
+        took = time.monotonic() - began
+        print(f"compiled {group} in {took:.0f} s with {count} processes, failed: {failed}", flush=True)
+
+
+def main(text: str) -> None:
+    job = json.loads(text)
+    compile_share(**job | dict(shapes=[from_json(Shape, shape) for shape in job["shapes"]]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
