@@ -182,9 +182,9 @@ def test_kernels_that_tune_themselves_are_found(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops.something", module)
     monkeypatch.setitem(sys.modules, "flat", types.SimpleNamespace(kernel=tuner))
     assert shares.tuners("fla") == [tuner]
-    assert shares.kinds_of([SHAPE, replace(SHAPE, tokens=7), replace(SHAPE, k_dim=64)]) == [
-        replace(SHAPE, tokens=7), replace(SHAPE, k_dim=64)
-    ]  # fmt: skip
+    long = [replace(SHAPE, tokens=n) for n in (10_000, 100_000, 200_000)]
+    short = replace(SHAPE, tokens=shares.SHORT)
+    assert shares.lengths_that_fit(long, 32 * 2**20) == [long[0], short]
 
 
 def test_specs_are_files():

@@ -241,7 +241,8 @@ def test_shares_of_the_variants_to_compile():
     variants = list(range(27))
     found = [shares.share_of(variants, i, 12) for i in range(12)]
     assert sorted({x for share in found for x in share}) == variants and min(map(len, found)) > 1
-    assert shares.share_of([1, 2, 3], 11, 12) == [1, 2]
+    assert [shares.share_of([1, 2, 3], i, 12) for i in (0, 2, 10)] == [[1, 2], [3, 1], [2, 3]]
+    assert shares.share_of([1], 1, 12) == [1] and shares.share_of([], 1, 12) == []
 
 
 def test_variants_are_compiled_by_several_processes(tmp_path, monkeypatch, capfd):

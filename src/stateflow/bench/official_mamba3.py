@@ -38,6 +38,7 @@ def compile_share(shape: Shape, index: int, count: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     for tuner in tuners():
         tuner.configs = share_of(tuner.configs, index, count)
+        tuner.cache_results = False  # on disk: no times were taken
 
     def compile_only(fn, *args, **kwargs):
         fn()

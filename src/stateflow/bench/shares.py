@@ -1,7 +1,7 @@
 """Libraries that tune themselves compile their variants one after the other: here several processes share them out.
 
-Each runs the operation once on a short sequence with a part of the variants, and leaves what Triton compiled in its
-cache on disk. None of them times anything: the process of the benchmark tunes with all variants.
+Each runs the operation once for each shape with a part of the variants, and leaves what Triton compiled in its cache on
+disk. None of them times anything: the process of the benchmark tunes with all variants.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from stateflow_kernels.plan_table import Shape, from_json, to_json
 # Tokens: these and the kernel chunks are multiples of 16, as with all lengths that matter: Triton compiles others anew.
 SHORT = 1024
 LIMIT_S = 900.0
+TENSORS = 24  # of the size of v, that forward and backward take, about
 
 
 def share_of(variants: list, index: int, count: int) -> list:
-    """Every `count`-th, or two of them: a kernel with one variant is not tuned, and fails where that one does."""
-    share = variants[index::count]
-    return share if len(share) > 1 else variants[:2]
+    """Every `count`-th, or two of them: a kernel with one variant is not tuned, and fails where that one does.
+
+    The second of two is another process's first: it is likely to be there by then.
+    """
+    share, total = variants[index::count], len(variants)
+    return share if len(share) > 1 or total < 2 else [variants[index % total], variants[(index + 1) % total]]
 
 
 def tuners(package: str) -> list:
@@ -55,21 +59,29 @@ def compile_share(benchmark: str, group: str, shapes: Sequence[Shape], package: 
     subject.contestants(group, shapes[0], device)  # imports what there is to tune
     for tuner in tuners(package):
         tuner.configs = share_of(tuner.configs, index, count)
+        tuner.cache_results = False  # on disk: no times were taken
 
     def compile_only(fn, *args, **kwargs):
         fn()
         return [0.0, 0.0, 0.0]
 
     triton.testing.do_bench = compile_only
-    for shape in kinds_of(shapes):
+    room = torch.cuda.get_device_properties(device).total_memory / (2 * count)
+    for shape in lengths_that_fit(shapes, room):
         contestant = subject.contestants(group, shape, device)[0]
-        contestant.results(*subject.random_inputs(shape, SHORT, device))
+        contestant.results(*subject.random_inputs(shape, shape.tokens, device))
+        torch.cuda.empty_cache()
     torch.cuda.synchronize()
 
 
-def kinds_of(shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes that differ in more than their tokens."""
-    return list({replace(shape, tokens=1): shape for shape in shapes}.values())
+def lengths_that_fit(shapes: Sequence[Shape], room: float) -> list[Shape]:
+    """The shapes, where so many bytes do not hold one with a short sequence: most kernels do not care, some do."""
+
+    def fitting(shape: Shape) -> Shape:
+        size = TENSORS * 2 * shape.batch * shape.tokens * shape.num_heads * max(shape.k_dim, shape.v_dim)
+        return shape if size <= room else replace(shape, tokens=SHORT)
+
+    return list(dict.fromkeys(map(fitting, shapes)))
 
 
 def at_once(commands: Sequence[list[str]], limit_s: float) -> list[int]:
