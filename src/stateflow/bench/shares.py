@@ -31,7 +31,9 @@ def share_of(variants: list, index: int, count: int) -> list:
     The second of two is another process's first: it is likely to be there by then.
     """
     share, total = variants[index::count], len(variants)
-    return share if len(share) > 1 or total < 2 else [variants[index % total], variants[(index + 1) % total]]
+    if len(share) > 1 or total < 2:
+        return share if total > 1 else variants
+    return [variants[index % total], variants[(index + 1) % total]]
 
 
 def tuners(package: str) -> list:
@@ -75,13 +77,12 @@ def compile_share(benchmark: str, group: str, shapes: Sequence[Shape], package: 
 
 
 def lengths_that_fit(shapes: Sequence[Shape], room: float) -> list[Shape]:
-    """The shapes, where so many bytes do not hold one with a short sequence: most kernels do not care, some do."""
+    """With a short sequence, as parity is, and those of the shapes that so many bytes hold: some kernels care."""
 
-    def fitting(shape: Shape) -> Shape:
-        size = TENSORS * 2 * shape.batch * shape.tokens * shape.num_heads * max(shape.k_dim, shape.v_dim)
-        return shape if size <= room else replace(shape, tokens=SHORT)
+    def fits(shape: Shape) -> bool:
+        return TENSORS * 2 * shape.batch * shape.tokens * shape.num_heads * max(shape.k_dim, shape.v_dim) <= room
 
-    return list(dict.fromkeys(map(fitting, shapes)))
+    return list(dict.fromkeys([*(replace(shape, tokens=SHORT) for shape in shapes), *filter(fits, shapes)]))
 
 
 def at_once(commands: Sequence[list[str]], limit_s: float) -> list[int]:
