@@ -191,10 +191,15 @@ class Launches:
                 self.by_name[name](getattr(fill, name))
 
 
+def problem_of(shape: Shape, device: torch.device) -> SimpleNamespace:
+    """As much of a `_Problem` as tells which kernels run."""
+    sizes = dict(k_dim=shape.k_dim, v_dim=shape.v_dim, num_heads=shape.num_heads, num_key_heads=shape.num_key_heads)
+    return SimpleNamespace(batch=shape.batch, dtype=getattr(torch, shape.dtype), device=device, **sizes)
+
+
 def launched(plan: Plan, shape: Shape, device: torch.device) -> list[tuple[str, Tile | int]]:
     """What a forward and a backward with this plan launch, by the names in `Launches`; "gradients" has chunks."""
-    sizes = dict(k_dim=shape.k_dim, v_dim=shape.v_dim, num_heads=shape.num_heads, num_key_heads=shape.num_key_heads)
-    problem = SimpleNamespace(batch=shape.batch, dtype=getattr(torch, shape.dtype), device=device, **sizes)
+    problem = problem_of(shape, device)
     unused = {"out"} if hopper.runs(problem, plan.transition_out) else {"transition_out"}
     if hopper.runs(problem, plan.transition_backward):
         unused.add("out_backward")
