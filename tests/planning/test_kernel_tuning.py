@@ -11,9 +11,10 @@ from stateflow.planning.kernel_bench import KernelBench, compile_jobs
 from stateflow.planning.kernel_launches import EPS, KERNELS, Launches, random_inputs
 from stateflow.planning.kernel_tuning import BACKWARDS, CUTS, candidate_tiles, groups_of, tune
 from stateflow_kernels import gated_delta_rule as kernels
-from stateflow_kernels import mamba3_rule
+from stateflow_kernels import mamba3_rule, plans
 from stateflow_kernels.gated_delta_rule import Plan, Tile, default_plan
 from stateflow_kernels.plan_table import Environment, Shape, load
+from stateflow_kernels.primitives import INTERPRETED
 from tests.kernels.kernel_testing import on_devices
 
 HERE = Environment("a_gpu", "2.11", "3.6.0", "12.8.93")
@@ -311,6 +312,26 @@ def test_the_check_sees_what_segments_hand_on(device, monkeypatch):
 
     monkeypatch.setattr(kernels._Problem, "compose", into_nothing)
     assert bench.check(plan).startswith("wrong: o ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_a_search_in_segments_on_kernels_that_run(tmp_path, monkeypatch):
+    """Everything but the times: what is launched is launched, and found right."""
+    shape = replace(SMALL, num_heads=1, num_key_heads=1, k_dim=16, v_dim=24, tokens=256, segments=2)
+    monkeypatch.setattr("stateflow.planning.kernel_bench.CHECK_TOKENS", 70)
+    monkeypatch.setattr(
+        "stateflow.planning.kernel_bench.time_call", lambda call, **_: call() and None or Timing(1.0, 1.0, 1.0, 11)
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(KernelBench, "compile", lambda self, jobs, seconds: {})
+    default = plans.in_segments(default_plan(16, 24, torch.float16), 2, 24)
+    make, lines = lambda shape: KernelBench(shape, torch.device("cpu"), Turns(None)), []
+    (entry,) = tune([shape], make, lambda _: default, HERE, tmp_path / "t.json", 1e6, lines.append)
+    assert entry.plan == default and entry.evidence["complete"]
+    assert set(entry.evidence["kernels_ms"]) == {"transition", "transition_backward"}
+    assert all(len(times) == 3 for times in entry.evidence["kernels_ms"].values())
+    assert not any("dropped" in line for line in lines)
 
 
 class OutOfResources:

@@ -74,7 +74,7 @@ class Family:
         walks: the kernels that go through the chunks in order, of the forward and of the backward.
         backwards: what may run beside what in the backward.
         walk_out: the kernel that is walk and outputs of the forward in one, if there is one.
-        also_compiled: what a check launches besides the tiles of these kernels, given those tiles and the default plan.
+        also_compiled: what a check launches besides, given the shape, those kernels' tiles and the default plan.
         has_layer: whether a layer may put its projections beside the kernels, and the bench can time one.
     """
 
@@ -83,16 +83,22 @@ class Family:
     walks: tuple[str, str]
     backwards: tuple[dict, ...]
     walk_out: str | None = None
-    also_compiled: Callable[[Mapping[str, Sequence[Tile]], AnyPlan], list[tuple[str, Tile | int]]] = lambda *_: []
+    also_compiled: Callable[[Shape, Mapping[str, Sequence[Tile]], AnyPlan], list[tuple[str, Tile | int]]] = lambda *_: []
     has_layer: bool = False
 
 
-def _gated_delta_also_compiled(tiles: Mapping[str, Sequence[Tile]], default: Plan) -> list[tuple[str, Tile | int]]:
-    """Pre of the backward, and the one gradient kernel for each number of chunks."""
-    chunks = {default.gradient_chunks: None}
-    if default.num_segments == 1 and default.gradient_chunks:
+def _gated_delta_also_compiled(
+    shape: Shape, tiles: Mapping[str, Sequence[Tile]], default: Plan
+) -> list[tuple[str, Tile | int]]:
+    """Pre of the backward, and the one gradient kernel for each number of chunks; in segments all others, too."""
+    merged = default.gradient_chunks if shape.batch == 1 and shape.num_heads == shape.num_key_heads else 0
+    chunks = {merged: None}
+    if shape.segments == 1 and merged:
         chunks |= dict.fromkeys(options["gradient_chunks"] for options in GRADIENTS)
     found = [("pre_backward", tile) for tile in tiles.get("pre", [default.pre])]
+    if shape.segments > 1:
+        others = ["pre"] if default.transition_out.specialized else ["pre", "out", "out_backward"]
+        found += [(name, getattr(default, name)) for name in (*others, *(() if merged else _SUMS))]
     return found + [("gradients", n) for n in chunks if n]
 
 
@@ -188,11 +194,7 @@ class Search:
     def jobs(self, shape: Shape) -> list[list[Job]]:
         """What there is to compile, the first of each list first."""
         candidates = self.candidates(shape)
-        more = FAMILIES[shape.family].also_compiled(candidates, self.default)
-        if shape.segments > 1:  # those that a check launches, too
-            others = ["pre"] if self.default.transition_out.specialized else ["pre", "out", "out_backward"]
-            others += [] if self.default.gradient_chunks else _SUMS
-            more += [(name, getattr(self.default, name)) for name in others]
+        more = FAMILIES[shape.family].also_compiled(shape, candidates, self.default)
         return [[(shape, name, tile) for tile in tiles] for name, tiles in candidates.items()] + [
             [(shape, *pair)] for pair in more
         ]
