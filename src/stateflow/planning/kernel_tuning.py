@@ -30,6 +30,7 @@ from stateflow_kernels.mamba3_rule import Mamba3Plan
 from stateflow_kernels.plan_table import Entry, Environment, Shape, save
 
 Say = Callable[[str], None]
+Pair = tuple[str, Tile | int]
 Job = tuple[Shape, str, Tile | int]
 AnyPlan = Plan | Mamba3Plan
 SECONDS_A_GROUP, SECONDS_A_SHAPE = 120.0, 30.0
@@ -83,13 +84,11 @@ class Family:
     walks: tuple[str, str]
     backwards: tuple[dict, ...]
     walk_out: str | None = None
-    also_compiled: Callable[[Shape, Mapping[str, Sequence[Tile]], AnyPlan], list[tuple[str, Tile | int]]] = lambda *_: []
+    also_compiled: Callable[[Shape, Mapping[str, Sequence[Tile]], AnyPlan], list[Pair]] = lambda *_: []
     has_layer: bool = False
 
 
-def _gated_delta_also_compiled(
-    shape: Shape, tiles: Mapping[str, Sequence[Tile]], default: Plan
-) -> list[tuple[str, Tile | int]]:
+def _gated_delta_also_compiled(shape: Shape, tiles: Mapping[str, Sequence[Tile]], default: Plan) -> list[Pair]:
     """Pre of the backward, and the one gradient kernel for each number of chunks; in segments all others, too."""
     merged = default.gradient_chunks if shape.batch == 1 and shape.num_heads == shape.num_key_heads else 0
     chunks = {merged: None}
