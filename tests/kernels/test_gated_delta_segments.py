@@ -231,6 +231,31 @@ def test_the_chunk_form_takes_the_place_of_wrong_segments(monkeypatch, caplog):
     check(results(inputs, None, 3), inputs, None, [1e-5] * 8)  # with the same outputs kept
 
 
+def plan_for_hopper() -> kernels.Plan:
+    """Of heads of 64 x 64."""
+    plan = kernels.default_plan(64, 64, torch.bfloat16)
+    tiles = {name: dataclasses.replace(getattr(plan, name), specialized=True) for name in ("pre", *plans.WIDE_WALKS)}
+    wide = plans.in_segments(dataclasses.replace(plan, **tiles), 4, 64)
+    assert wide.transition.block_v == 64
+    return wide
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the other kernels must run on the CPU, too")
+def test_the_self_check_sees_what_is_wrong_with_those_for_hopper(monkeypatch):
+    problem = problem_in_segments(torch.bfloat16, k_dim=64, v_dim=64)
+    with hopper_on_the_cpu(monkeypatch):
+        from stateflow_kernels import hopper_segments  # the emulated one
+
+        assert misses_of(problem, plan_for_hopper()) == []
+
+        def first_chunk(segment, num_segments, first_chunk, end_chunk):
+            first = first_chunk + segment * (end_chunk - first_chunk) // num_segments
+            return first, first + 1
+
+        monkeypatch.setattr(hopper_segments, "_segment_chunks", first_chunk)
+        assert {miss.split()[0] for miss in misses_of(problem, plan_for_hopper())} >= set(self_check.NAMES)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="the other kernels must run on the CPU, too")
 def test_those_for_hopper_do_what_tritons_do(monkeypatch):
     from stateflow_kernels import hopper
@@ -241,10 +266,7 @@ def test_those_for_hopper_do_what_tritons_do(monkeypatch):
     inputs = [x.detach() for x in make_inputs(1, 300, 1, 1, 64, 64, dtype=torch.bfloat16, normalize=True)]
     inputs[3] *= 0.02
     grads = grads_like([inputs[2], inputs[5]])
-    plan = kernels.default_plan(64, 64, torch.bfloat16)
-    tiles = {name: dataclasses.replace(getattr(plan, name), specialized=True) for name in ("pre", *plans.WIDE_WALKS)}
-    wide = plans.in_segments(dataclasses.replace(plan, **tiles), 4, 64)
-    assert wide.transition.block_v == 64
+    plan, wide = kernels.default_plan(64, 64, torch.bfloat16), plan_for_hopper()
 
     def both(plan) -> list[torch.Tensor]:
         o, state, kept = kernels.forward(*inputs, None, 0.3, EPS, plan)
