@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -335,6 +336,63 @@ def test_shapes_one_by_one_and_less_of_ours(no_processes, tmp_path):
         (OURS, None, [(8, 65536), (10, 16384), (8, 16384), (20, 16384), (12, 16384)]),
         ("choices", ("any-order",)),
     ]
+
+
+# In the place of a worker: compiles for as long as it has heads, waits for its turn, and writes a row; or never ends.
+WORKER = """
+import json, sys, time
+from pathlib import Path
+spec = json.loads(Path(sys.argv[-1]).read_text())
+work, heads = Path(spec["work"]), spec["shapes"][0]["num_heads"]
+def row(**more):
+    with open(spec["rows"], "a") as file:
+        file.write(json.dumps(dict(kind="walk", contestant=spec["name"], at=time.time(), **more)) + chr(10))
+time.sleep(0.2 * heads)
+row(what="warm")
+(work / (spec["name"] + ".warm")).touch()
+while not (work / "go").exists():
+    time.sleep(0.01)
+row(what="timed")
+if heads == 3:
+    print("hangs", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def other_workers(monkeypatch):
+    popen = processes.subprocess.Popen
+    monkeypatch.setattr(
+        processes.subprocess, "Popen", lambda command, **kw: popen([sys.executable, "-c", WORKER, command[-1]], **kw)
+    )
+    monkeypatch.setattr(processes, "require_cuda", lambda what: None)
+    monkeypatch.setattr("stateflow.bench.gdn.render", lambda rows: f"{len(rows)} rows")
+
+
+def test_processes_are_timed_once_all_are_warm(other_workers, tmp_path, capsys):
+    rows = tmp_path / "rows"
+    arguments = ["--shapes", "1x8192", "2x8192", "8x8192", "--untuned", "none", "--peers", "fla", "--json", str(rows)]
+    main(["bench", "gdn", *arguments])
+    found = read_rows(rows)
+    names = ["fla-1-128x128", "fla-2-128x128", "fla-8-128x128", OURS]
+    assert sorted(row["contestant"] for row in found) == sorted(2 * names)
+    times = {what: [row["at"] for row in found if row["what"] == what] for what in ("warm", "timed")}
+    assert max(times["warm"]) < min(times["timed"])
+    assert "warm after " in capsys.readouterr().out
+
+
+def test_the_limit_of_time_ends_all_and_tells_what_is_there(other_workers, tmp_path, capsys):
+    rows, began = tmp_path / "rows", time.monotonic()
+    arguments = ["--shapes", "3x8192", "60x8192", "--untuned", "none", "--peers", "fla", "--json", str(rows)]
+    assert main(["bench", "gdn", *arguments, "--warm-up", "1.5", "--time-limit", "3"]) == 1
+    assert time.monotonic() - began < 20
+    printed = capsys.readouterr().out
+    assert "while these are not warm yet: fla-60-128x128" in printed and "hangs" in printed
+    found = read_rows(rows)
+    assert {row["contestant"] for row in found if row.get("what") == "timed"} == {"fla-3-128x128", OURS}
+    stopped = {row["contestant"]: row["failed"] for row in found if row["kind"] == "process"}
+    assert stopped.keys() == {OURS, "fla"} and "was stopped after 3 s" in stopped[OURS]
+    assert printed.rstrip().endswith(f"{len(found)} rows")
 
 
 def test_nothing_is_timed_before_all_are_warm(monkeypatch, capsys):
