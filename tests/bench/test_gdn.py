@@ -156,17 +156,51 @@ def test_parity_is_computed_once_for_all_lengths(monkeypatch):
 
 def test_variants_of_a_library_are_compiled_once_for_all_its_processes(tmp_path, monkeypatch, capfd):
     """Of the processes that are started each says what it got; one fails, and the benchmark goes on."""
+    two_sizes = [SHAPE, replace(SHAPE, tokens=70), replace(SHAPE, k_dim=64)]
     program = "import json, sys; job = json.loads(sys.argv[-1]); print(job['index'], job['count'], len(job['shapes']))"
     program += "; sys.exit(job['index'])"
     popen = shares.subprocess.Popen
     monkeypatch.setattr(
         shares.subprocess, "Popen", lambda command: popen([sys.executable, "-c", program, command[-1]])
     )
-    monkeypatch.setattr(shares.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(shares.os, "cpu_count", lambda: 5)
     for _ in range(2):
-        shares.compile_at_once("gdn", "fla", [SHAPE, replace(SHAPE, k_dim=64)], "fla", tmp_path)
-    *jobs, summary = sorted(capfd.readouterr().out.splitlines())
-    assert jobs == ["0 2 2", "1 2 2"] and summary.endswith("with 2 processes, failed: [1]")
+        shares.compile_at_once("gdn", "fla", two_sizes, "fla", tmp_path)
+    *told, summary = sorted(capfd.readouterr().out.splitlines())
+    assert told == ["0 1 1", "0 2 2", "1 2 2"] and summary.endswith("with 3 processes, failed: [2]")
+
+
+def test_a_share_times_nothing_and_keeps_no_choice(monkeypatch):
+    import triton
+
+    class Fake:
+        def contestants(self, group, shape, device):
+            return [types.SimpleNamespace(results=lambda *inputs: calls.append((inputs, tuner.configs)))]
+
+        def random_inputs(self, shape, num_tokens, device):
+            return shape, num_tokens
+
+    calls, tuner = [], types.SimpleNamespace(configs=[1, 2, 3, 4, 5], cache_results=True)
+    monkeypatch.setattr("stateflow.bench.contestants.subject_named", lambda name: Fake())
+    monkeypatch.setattr(shares, "tuners", lambda package: [tuner])
+    monkeypatch.setattr(triton.testing, "do_bench", None)
+    memory = types.SimpleNamespace(total_memory=140 * 2**30)
+    for name, value in dict(current_device=0, get_device_properties=memory, synchronize=None, empty_cache=None).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    (job, _) = shares.jobs([SHAPE], 2)
+    shares.main(json.dumps(dict(benchmark="gdn", group="fla", package="fla", processes=2) | job))
+    short = replace(SHAPE, tokens=shares.SHORT)
+    assert calls == [((short, short.tokens), [1, 3, 5]), ((SHAPE, SHAPE.tokens), [1, 3, 5])]
+    assert not tuner.cache_results
+    seen = []
+    assert triton.testing.do_bench(lambda: seen.append(1), quantiles=(0.5,)) == [0.0] * 3 and seen == [1]
+
+
+def test_processes_are_shared_out_among_heads_and_sizes():
+    shapes = [SHAPE, replace(SHAPE, tokens=500), replace(SHAPE, num_heads=8)]
+    found = [(len(job["shapes"]), job["index"], job["count"]) for job in shares.jobs(shapes, 5)]
+    assert found == [(2, 0, 3), (1, 0, 2), (2, 1, 3), (1, 1, 2), (2, 2, 3)]
+    assert [(len(job["shapes"]), job["index"], job["count"]) for job in shares.jobs(shapes, 1)] == [(3, 0, 1)]
 
 
 def test_kernels_that_tune_themselves_are_found(monkeypatch):

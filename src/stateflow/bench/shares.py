@@ -44,14 +44,16 @@ def tuners(package: str) -> list:
     found = []
     for x in [x for module in modules for x in vars(module).values()]:
         while x is not None and not isinstance(x, Autotuner):  # within what sets some of their arguments
-            x = vars(x).get("fn") if type(x).__module__.startswith("triton.") else None
+            x = getattr(x, "fn", None) if type(x).__module__.startswith("triton.") else None
         if x is not None:
             found.append(x)
     return list(dict.fromkeys(found))
 
 
-def compile_share(benchmark: str, group: str, shapes: Sequence[Shape], package: str, index: int, count: int) -> None:
-    """Of every count of heads and size among the shapes."""
+def compile_share(
+    benchmark: str, group: str, shapes: Sequence[Shape], package: str, index: int, count: int, processes: int
+) -> None:
+    """One of `count` shares for these shapes, beside as many `processes`."""
     import torch
     import triton.testing
 
@@ -68,7 +70,7 @@ def compile_share(benchmark: str, group: str, shapes: Sequence[Shape], package: 
         return [0.0, 0.0, 0.0]
 
     triton.testing.do_bench = compile_only
-    room = torch.cuda.get_device_properties(device).total_memory / (2 * count)
+    room = torch.cuda.get_device_properties(device).total_memory / (2 * processes)
     for shape in lengths_that_fit(shapes, room):
         contestant = subject.contestants(group, shape, device)[0]
         contestant.results(*subject.random_inputs(shape, shape.tokens, device))
@@ -83,6 +85,23 @@ def lengths_that_fit(shapes: Sequence[Shape], room: float) -> list[Shape]:
         return TENSORS * 2 * shape.batch * shape.tokens * shape.num_heads * max(shape.k_dim, shape.v_dim) <= room
 
     return list(dict.fromkeys([*(replace(shape, tokens=SHORT) for shape in shapes), *filter(fits, shapes)]))
+
+
+def jobs(shapes: Sequence[Shape], count: int) -> list[dict]:
+    """What each of `count` processes does: the shapes of one count of heads and size while there are enough processes.
+
+    Each goes through all kernels of its shapes, so that many for the same ones would have next to nothing each.
+    """
+    kinds: dict[Shape, list[Shape]] = {}
+    for shape in shapes:
+        kinds.setdefault(replace(shape, tokens=1), []).append(shape)
+    groups = list(kinds.values()) if len(kinds) <= count else [list(shapes)]
+    found = []
+    for i in range(count):
+        mine = groups[i % len(groups)]
+        share = dict(index=i // len(groups), count=len(range(i % len(groups), count, len(groups))))
+        found.append(dict(shapes=[to_json(shape) for shape in mine], **share))
+    return found
 
 
 def at_once(commands: Sequence[list[str]], limit_s: float) -> list[int]:
@@ -117,10 +136,9 @@ def compile_at_once(benchmark: str, group: str, shapes: Sequence[Shape], package
         if done.exists():
             return
         count, began = max(1, (os.cpu_count() or 1) - 2), time.monotonic()
-        job = dict(benchmark=benchmark, group=group, shapes=[to_json(shape) for shape in shapes], package=package)
+        common = dict(benchmark=benchmark, group=group, package=package, processes=count)
         commands = [
-            [sys.executable, "-m", "stateflow.bench.shares", json.dumps(job | dict(index=i, count=count))]
-            for i in range(count)
+            [sys.executable, "-m", "stateflow.bench.shares", json.dumps(common | job)] for job in jobs(shapes, count)
         ]
         failed = at_once(commands, LIMIT_S)
         done.touch()
