@@ -42,6 +42,24 @@ def _available(device: torch.device) -> bool:
     return known_triton() and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def obstacle(problem: _Problem) -> str | None:
+    """Why none of these kernels runs for this problem, for people; None if some do, with the right tiles."""
+    device = problem.device
+    if device.type != "cuda" or INTERPRETED:
+        return "they are not interpreted"
+    if not known_triton():
+        return f"they are for Triton {' and '.join(TRITONS)}, this is {triton.__version__}"
+    if not available(device):
+        return f"they are for sm_90, this is sm_{''.join(map(str, torch.cuda.get_device_capability(device)))}"
+    if problem.dtype == torch.float32:
+        return "they are for 16 bits"
+    if problem.batch != 1:
+        return f"they are for one sequence, a microbatch has {problem.batch}"
+    if problem.k_dim not in K_DIMS:
+        return f"they are for K = {' or '.join(map(str, K_DIMS))}, it is {problem.k_dim}"
+    return None
+
+
 def shared_bytes(backward: bool, k_dim: int, block_v: int, num_stages: int) -> int:
     """What a program takes, up to the barriers: slots for loads, tiles for results, operands on their way."""
     keys, squares = (2, 2) if backward else (1, 1)

@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor = commands.add_parser("doctor", help="say what runs on this machine, and check the kernels on its GPUs")
     doctor.add_argument("config", type=Path, nargs="?", help="a train.toml whose run to check, too")
-    for name, default in (("heads", 2), ("k-dim", 128), ("v-dim", 128)):
+    for name, default in (("heads", 2), ("k-dim", 128), ("v-dim", 128), ("tokens", 32768)):
         doctor.add_argument(f"--{name}", type=int, default=default, help=f"of the checks (default {default})")
     tune = commands.add_parser("tune-kernels", help="measure how the kernels are best launched here; writes a table")
     add_tuning_arguments(tune)
@@ -261,12 +261,13 @@ def _doctor(options, unknown: Sequence[str]) -> int:
     problem = kernel_size_misfit(options.k_dim, options.v_dim)
     if unknown and options.config is None:
         problem = f"unknown argument {unknown[0]}"
-    if options.heads < 1:
-        problem = f"--heads {options.heads}: the least is 1"
+    for name in ("heads", "tokens"):
+        if getattr(options, name) < 1:
+            problem = f"--{name} {getattr(options, name)}: the least is 1"
     if problem:
         print(f"stateflow: {problem}", file=sys.stderr)
         return 2
-    return run(options.heads, options.k_dim, options.v_dim, options.config, unknown)
+    return run(options.heads, options.k_dim, options.v_dim, options.config, unknown, options.tokens)
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,10 @@ import torch
 
 from stateflow.recurrence import mamba3_kernels, self_check
 from stateflow.recurrence.self_check import Checkable, Outcome, Problem
+from stateflow_kernels.plan_table import Shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOKENS = 32768
 MAMBA3_SIZES = (128, 64, 32)  # N, P and angles, those of every flavor of a paper's size
 
 
@@ -135,25 +137,64 @@ def _describe_outcome(problem: Checkable, outcome: Outcome) -> list[str]:
 
 
 def _gated_delta(
-    device: torch.device, dtype: torch.dtype, heads: int, k_dim: int, v_dim: int
-) -> tuple[Problem, object]:
+    device: torch.device, dtype: torch.dtype, heads: int, k_dim: int, v_dim: int, tokens: int
+) -> list[tuple[Problem, object]]:
+    """In the exact order, and in segments where `exact_order = false` has any."""
+    from stateflow_kernels.plans import plan_for
+    from stateflow_kernels.waves import walk_segments
+
+    shape = dict(device=device, dtype=dtype, batch=1, num_tokens=tokens, num_heads=heads, k_dim=k_dim, v_dim=v_dim)
+    found = []
+    for segments in dict.fromkeys((1, walk_segments(-(-tokens // 64), heads, k_dim, v_dim))):
+        options = dict(normalize=True, has_docs=True, in_segments=segments > 1)
+        plan = plan_for("gated_delta_rule", **shape, num_segments=segments)
+        found.append((Problem(device, dtype, heads, heads, k_dim, v_dim, **options), plan))
+    return found
+
+
+def _mamba3(
+    device: torch.device, dtype: torch.dtype, heads: int, tokens: int
+) -> list[tuple[mamba3_kernels.Problem, object]]:
     from stateflow_kernels.plans import plan_for
 
-    shape = dict(device=device, dtype=dtype, batch=1, num_tokens=self_check.NUM_TOKENS, num_heads=heads)
-    plan = plan_for("gated_delta_rule", **shape, k_dim=k_dim, v_dim=v_dim)
-    return Problem(device, dtype, heads, heads, k_dim, v_dim, normalize=True, has_docs=True), plan
-
-
-def _mamba3(device: torch.device, dtype: torch.dtype, heads: int) -> tuple[mamba3_kernels.Problem, object]:
-    from stateflow_kernels.plans import plan_for
-
-    shape = dict(device=device, dtype=dtype, batch=1, num_tokens=self_check.NUM_TOKENS, num_heads=heads)
+    shape = dict(device=device, dtype=dtype, batch=1, num_tokens=tokens, num_heads=heads)
     sizes = dict(zip(("k_dim", "v_dim", "num_angles"), MAMBA3_SIZES, strict=True))
     plan = plan_for("mamba3", **shape, **sizes, num_key_heads=1)
-    return mamba3_kernels.Problem(device, dtype, dtype, heads, *MAMBA3_SIZES, has_docs=True), plan
+    return [(mamba3_kernels.Problem(device, dtype, dtype, heads, *MAMBA3_SIZES, has_docs=True), plan)]
 
 
-def run(heads: int, k_dim: int, v_dim: int, config: Path | None = None, overrides: Sequence[str] = ()) -> int:
+def _choices(shapes: Sequence[Shape], device: torch.device) -> list[str]:
+    """What runs for these shapes, and of the gated delta rule what `exact_order = false` changes."""
+    from stateflow.planning.kernel_report import describe, in_segments
+
+    lines = []
+    for shape in shapes:
+        lines += describe(shape, device)
+        if shape.family == "gated_delta_rule" and shape.segments == 1:
+            other, text = in_segments(shape)
+            lines += [f"  {text}", *(f"  {line}" for line in ([] if other is None else describe(other, device)))]
+    return lines
+
+
+def _shapes_of(config: Path, overrides: Sequence[str]) -> list[Shape]:
+    """None of a config that is refused, which `preflight` says, or has nothing for the kernels."""
+    from stateflow.commands import read_config
+    from stateflow.planning.kernel_shapes import config_shapes
+
+    try:
+        return config_shapes(read_config(config, overrides))
+    except ValueError:
+        return []
+
+
+def run(
+    heads: int,
+    k_dim: int,
+    v_dim: int,
+    config: Path | None = None,
+    overrides: Sequence[str] = (),
+    tokens: int = TOKENS,
+) -> int:
     """Prints the report, with ``config`` also on that run. Returns 0, or 1 if something would end or spoil a run."""
     from stateflow import preflight
     from stateflow_kernels import plans
@@ -169,9 +210,16 @@ def run(heads: int, k_dim: int, v_dim: int, config: Path | None = None, override
         print(f"  {entry}")
 
     devices, failed = _devices(), False
+    shapes = [] if config is None else _shapes_of(config, overrides)
+    asked = [Shape("gated_delta_rule", heads, heads, k_dim, v_dim, "bfloat16", 1, tokens)]
+    for device in devices:
+        print(f"\nwhat runs on {_describe_device(device)}{', of a rank of the config' if shapes else ''}:")
+        for line in _choices(shapes or asked, device):
+            print(f"  {line}")
+
     for name, problems in (
-        ("the gated delta rule", lambda device, dtype: _gated_delta(device, dtype, heads, k_dim, v_dim)),
-        ("Mamba-3", lambda device, dtype: _mamba3(device, dtype, heads)),
+        ("the gated delta rule", lambda device, dtype: _gated_delta(device, dtype, heads, k_dim, v_dim, tokens)),
+        ("Mamba-3", lambda device, dtype: _mamba3(device, dtype, heads, tokens)),
     ):
         print(f"\nself-checks of {name}, relative errors against float64:")
         if not devices:
@@ -180,11 +228,11 @@ def run(heads: int, k_dim: int, v_dim: int, config: Path | None = None, override
         for device in devices:
             print(f"  {_describe_device(device)}")
             for dtype in DTYPES:
-                problem, plan = problems(device, dtype)
-                print(f"   {problem}")
-                outcome = self_check.run(problem, plan)
-                print("\n".join(_describe_outcome(problem, outcome)), flush=True)
-                failed |= outcome.plan != plan
+                for problem, plan in problems(device, dtype):
+                    print(f"   {problem}")
+                    outcome = self_check.run(problem, plan)
+                    print("\n".join(_describe_outcome(problem, outcome)), flush=True)
+                    failed |= outcome.plan != plan
 
     known = [entry for entry in KNOWN if entry.applies(found)]
     print("\nknown to go wrong with these versions:" + ("" if known else " nothing"))

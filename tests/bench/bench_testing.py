@@ -8,7 +8,7 @@ import torch
 from stateflow.bench import worker
 from stateflow.bench.contestants import Subject
 from stateflow.bench.measure import Memory, Timing, read_rows
-from stateflow.bench.worker import Spec, Worker
+from stateflow.bench.worker import Spec, Worker, go_path, warm_path
 from stateflow_kernels.plan_table import Shape
 
 CPU = torch.device("cpu")
@@ -28,6 +28,9 @@ def without_a_device(monkeypatch, subject: Subject, parity_tokens: int = 70) -> 
 
 
 def rows_of_worker(subject: Subject, group: str, work: Path, shapes: Sequence[Shape]) -> list[dict]:
-    path = work / f"{group}.jsonl"
-    Worker(Spec(subject.name, group, tuple(shapes), str(path), str(work), 10), CPU).run()
+    path, shapes = work / f"{group}.jsonl", tuple(shapes)
+    go_path(work).touch()
+    choices = tuple(subject.choices)
+    Worker(Spec(subject.name, group, shapes, str(path), str(work), 10, group, shapes, choices), CPU).run()
+    assert warm_path(work, group).exists() or not any("forward" in row for row in read_rows(path))
     return read_rows(path)

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from stateflow.bench import processes
+from stateflow.bench import processes, shares, worker
 from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant
 from stateflow.bench.gdn_contestants import ANY_ORDER, DEFAULT, SERIAL_64, SUBJECT
 from stateflow.bench.gdn_report import render
 from stateflow.bench.measure import Timing, read_rows
-from stateflow.bench.worker import Parity, Spec, done_path, sample_path
+from stateflow.bench.worker import Parity, Spec, done_path, go_path, sample_path
 from stateflow.cli import build_parser, main
 from stateflow.recurrence import gated_delta_rule
 from stateflow.recurrence.self_check import NAMES
@@ -153,8 +154,76 @@ def test_parity_is_computed_once_for_all_lengths(monkeypatch):
     assert first is longer and calls == [70]
 
 
+def test_variants_of_a_library_are_compiled_once_for_all_its_processes(tmp_path, monkeypatch, capfd):
+    """Of the processes that are started each says what it got; one fails, and the benchmark goes on."""
+    two_sizes = [SHAPE, replace(SHAPE, tokens=70), replace(SHAPE, k_dim=64)]
+    program = "import json, sys; job = json.loads(sys.argv[-1]); print(job['index'], job['count'], len(job['shapes']))"
+    program += "; sys.exit(job['index'])"
+    popen = shares.subprocess.Popen
+    monkeypatch.setattr(
+        shares.subprocess, "Popen", lambda command: popen([sys.executable, "-c", program, command[-1]])
+    )
+    monkeypatch.setattr(shares.os, "cpu_count", lambda: 5)
+    for _ in range(2):
+        shares.compile_at_once("gdn", "fla", two_sizes, "fla", tmp_path)
+    *told, summary = sorted(capfd.readouterr().out.splitlines())
+    assert told == ["0 1 1", "0 2 2", "1 2 2"] and summary.endswith("with 3 processes, failed: [2]")
+
+
+def test_a_share_times_nothing_and_keeps_no_choice(monkeypatch):
+    import triton
+
+    class Fake:
+        def contestants(self, group, shape, device):
+            return [types.SimpleNamespace(results=lambda *inputs: calls.append((inputs, tuner.configs)))]
+
+        def random_inputs(self, shape, num_tokens, device):
+            return shape, num_tokens
+
+    calls, tuner = [], types.SimpleNamespace(configs=[1, 2, 3, 4, 5], cache_results=True)
+    monkeypatch.setattr("stateflow.bench.contestants.subject_named", lambda name: Fake())
+    monkeypatch.setattr(shares, "tuners", lambda package: [tuner])
+    monkeypatch.setattr(triton.testing, "do_bench", None)
+    memory = types.SimpleNamespace(total_memory=140 * 2**30)
+    for name, value in dict(current_device=0, get_device_properties=memory, synchronize=None, empty_cache=None).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    (job, _) = shares.jobs([SHAPE], 2)
+    shares.main(json.dumps(dict(benchmark="gdn", group="fla", package="fla", processes=2) | job))
+    short = replace(SHAPE, tokens=shares.SHORT)
+    assert calls == [((short, short.tokens), [1, 3, 5]), ((SHAPE, SHAPE.tokens), [1, 3, 5])]
+    assert not tuner.cache_results
+    seen = []
+    assert triton.testing.do_bench(lambda: seen.append(1), quantiles=(0.5,)) == [0.0] * 3 and seen == [1]
+
+
+def test_processes_are_shared_out_among_heads_and_sizes():
+    shapes = [SHAPE, replace(SHAPE, tokens=500), replace(SHAPE, num_heads=8)]
+    found = [(len(job["shapes"]), job["index"], job["count"]) for job in shares.jobs(shapes, 5)]
+    assert found == [(2, 0, 3), (1, 0, 2), (2, 1, 3), (1, 1, 2), (2, 2, 3)]
+    assert [(len(job["shapes"]), job["index"], job["count"]) for job in shares.jobs(shapes, 1)] == [(3, 0, 1)]
+
+
+def test_kernels_that_tune_themselves_are_found(monkeypatch):
+    import triton
+
+    def body(x):
+        pass
+
+    tuner = triton.runtime.autotuner.Autotuner(
+        triton.JITFunction(body), ["x"], [triton.Config({}, num_warps=n) for n in (1, 2, 4, 8)], [], None, None
+    )
+    module = types.ModuleType("fla.ops.something")
+    module.kernel, module.same, module.other = triton.runtime.autotuner.Heuristics(tuner, ["x"], {}), tuner, body
+    monkeypatch.setitem(sys.modules, "fla.ops.something", module)
+    monkeypatch.setitem(sys.modules, "flat", types.SimpleNamespace(kernel=tuner))
+    assert shares.tuners("fla") == [tuner]
+    long = [replace(SHAPE, tokens=n) for n in (10_000, 100_000, 200_000)]
+    short = replace(SHAPE, tokens=shares.SHORT)
+    assert shares.lengths_that_fit(long, 32 * 2**20) == [short, long[0]]
+
+
 def test_specs_are_files():
-    spec = Spec("gdn", "fla", (SHAPE,), "rows", "work", 10)
+    spec = Spec("gdn", "fla", (SHAPE,), "rows", "work", 10, "fla-2", (SHAPE,), ("serial",))
     assert from_json(Spec, json.loads(json.dumps(to_json(spec)))) == spec
 
 
@@ -174,6 +243,7 @@ def test_shapes(monkeypatch):
     [
         (["--runs", "3"], "--runs 3: a median needs 10 or more"),
         (["--peer-tokens", "4096"], "is not among ours"),
+        (["--ours", "walks", "all"], "--ours all: choose from serial, default, serial-64, any-order, walks"),
         (["--dims", "12x128"], "K must be a multiple of 8"),
         ([], "stateflow bench measures on a CUDA device and there is none here"),
     ],
@@ -203,12 +273,13 @@ def test_a_peers_folder_comes_first_in_its_process_only(tmp_path, monkeypatch):
 
 def test_a_process_that_dies_or_takes_too_long_is_a_row(tmp_path, monkeypatch, capsys):
     def start(group: str, program: str) -> processes.Process:
+        spec = Spec("gdn", group, (SHAPE,), str(tmp_path / "rows"), str(tmp_path), 10)
         monkeypatch.setattr(processes.sys, "executable", "/bin/sh")
         command = tmp_path / f"{group}.sh"
         command.write_text(program)
         popen = processes.subprocess.Popen
         monkeypatch.setattr(processes.subprocess, "Popen", lambda _, **kw: popen(["/bin/sh", str(command)], **kw))
-        process = processes.Process(SUBJECT, group, [SHAPE], tmp_path / "rows", tmp_path, 10, None)
+        process = processes.Process(SUBJECT, spec, None)
         monkeypatch.setattr(processes.subprocess, "Popen", popen)
         return process
 
@@ -218,8 +289,8 @@ def test_a_process_that_dies_or_takes_too_long_is_a_row(tmp_path, monkeypatch, c
     assert slow.process.poll() is not None
     failed = {row["contestant"]: row["failed"] for row in read_rows(tmp_path / "rows")}
     assert failed == {
-        "fla": "the process fla-2 ended with status 3",
-        "flashqla": "the process flashqla-2 was stopped after 0 s",
+        "fla": "the process fla-2-32x32 ended with status 3",
+        "flashqla": "the process flashqla-2-32x32 was stopped after 0 s",
     }
     assert "told" in capsys.readouterr().out
 
@@ -230,11 +301,19 @@ def no_processes(monkeypatch, tmp_path):
     log = []
 
     class Fake:
-        def __init__(self, subject, group, shapes, rows, work, runs, path):
-            self.group, self.rows, self.work = group, rows, work
-            log.append((group, path, [(shape.num_heads, shape.tokens) for shape in shapes]))
+        def __init__(self, subject, spec, path):
+            self.group, self.rows, self.work = spec.group, Path(spec.rows), Path(spec.work)
+            self.name, self.asked = spec.group, 0
+            log.append((self.group, path, [(shape.num_heads, shape.tokens) for shape in spec.shapes]))
+            log.extend([("choices", spec.choices)] if spec.choices else [])
 
-        def wait(self, seconds):
+        def is_warm(self):
+            assert not go_path(self.work).exists()
+            self.asked += 1
+            return self.asked > 2
+
+        def wait(self, seconds, end):
+            assert go_path(self.work).exists()
             assert done_path(self.work).exists() == (self.group != OURS), "peers may wait for ours until it ends"
             log.append(("wait", self.group, seconds))
             if self.group == OURS:
@@ -267,6 +346,7 @@ def test_the_order_of_things(no_processes, tmp_path, capsys):
         ("fla", tmp_path, [(12, 4096)]),
         ("tune", [(10, 128, 8192), (10, 128, 65536)], None),
         (OURS, None, [*both, (12, 4096)]),
+        ("choices", tuple(SUBJECT.choices)),
         ("wait", OURS, None),
         *[("wait", "fla", 60.0)] * 3,
         *[("end", "fla")] * 3,
@@ -275,6 +355,123 @@ def test_the_order_of_things(no_processes, tmp_path, capsys):
     assert os.environ["STATEFLOW_PLAN_TABLE"] == str(tmp_path / "table")
     assert "ours / FLA" in (tmp_path / "table.md").read_text()
     assert "the device broke" in capsys.readouterr().err
+
+
+def test_shapes_one_by_one_and_less_of_ours(no_processes, tmp_path):
+    arguments = ["--shapes", "8x65536", "10x16384", "8x16384", "20x16384x96x192", "--untuned", "12x16384"]
+    arguments += ["--peers", "fla", "--peer-heads", "8", "20", "--peer-untuned", "--ours", "any-order"]
+    arguments += ["--tune", str(tmp_path / "table"), "--tune-dims", "128x128", "--time-limit", "240"]
+    assert main(["bench", "gdn", *arguments]) == 0
+    assert no_processes[:6] == [
+        ("fla", None, [(8, 65536), (8, 16384)]),
+        ("fla", None, [(20, 16384)]),
+        ("fla", None, [(12, 16384)]),
+        ("tune", [(8, 128, 65536), (10, 128, 16384), (8, 128, 16384)], None),
+        (OURS, None, [(8, 65536), (10, 16384), (8, 16384), (20, 16384), (12, 16384)]),
+        ("choices", ("any-order",)),
+    ]
+
+
+# In the place of a worker: compiles for as long as it has heads, waits for its turn, and writes a row; or never ends.
+WORKER = """
+import json, sys, time
+from pathlib import Path
+spec = json.loads(Path(sys.argv[-1]).read_text())
+work, heads = Path(spec["work"]), spec["shapes"][0]["num_heads"]
+def row(**more):
+    with open(spec["rows"], "a") as file:
+        file.write(json.dumps(dict(kind="walk", contestant=spec["name"], at=time.time(), **more)) + chr(10))
+time.sleep(0.2 * heads)
+row(what="warm")
+(work / (spec["name"] + ".warm")).touch()
+while not (work / "go").exists():
+    time.sleep(0.01)
+row(what="timed")
+if heads == 3:
+    print("hangs", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def other_workers(monkeypatch):
+    popen = processes.subprocess.Popen
+    monkeypatch.setattr(
+        processes.subprocess, "Popen", lambda command, **kw: popen([sys.executable, "-c", WORKER, command[-1]], **kw)
+    )
+    monkeypatch.setattr(processes, "require_cuda", lambda what: None)
+    monkeypatch.setattr("stateflow.bench.gdn.render", lambda rows: f"{len(rows)} rows")
+
+
+def test_processes_are_timed_once_all_are_warm(other_workers, tmp_path, capsys):
+    rows = tmp_path / "rows"
+    arguments = ["--shapes", "1x8192", "2x8192", "8x8192", "--untuned", "none", "--peers", "fla", "--json", str(rows)]
+    main(["bench", "gdn", *arguments])
+    found = read_rows(rows)
+    names = ["fla-1-128x128", "fla-2-128x128", "fla-8-128x128", OURS]
+    assert sorted(row["contestant"] for row in found) == sorted(2 * names)
+    times = {what: [row["at"] for row in found if row["what"] == what] for what in ("warm", "timed")}
+    assert max(times["warm"]) < min(times["timed"])
+    assert "warm after " in capsys.readouterr().out
+
+
+def test_the_limit_of_time_ends_all_and_tells_what_is_there(other_workers, tmp_path, capsys):
+    rows, began = tmp_path / "rows", time.monotonic()
+    arguments = ["--shapes", "3x8192", "60x8192", "--untuned", "none", "--peers", "fla", "--json", str(rows)]
+    assert main(["bench", "gdn", *arguments, "--warm-up", "1.5", "--time-limit", "3"]) == 1
+    assert time.monotonic() - began < 20
+    printed = capsys.readouterr().out
+    assert "while these are not warm yet: fla-60-128x128" in printed and "hangs" in printed
+    found = read_rows(rows)
+    assert {row["contestant"] for row in found if row.get("what") == "timed"} == {"fla-3-128x128", OURS}
+    stopped = {row["contestant"]: row["failed"] for row in found if row["kind"] == "process"}
+    assert stopped.keys() == {OURS, "fla"} and "was stopped after 3 s" in stopped[OURS]
+    assert printed.rstrip().endswith(f"{len(found)} rows")
+
+
+def test_nothing_is_timed_before_all_are_warm(monkeypatch, capsys):
+    def waits(*warm_at: float) -> float:
+        now = [0.0]
+        fakes = [types.SimpleNamespace(name=f"p{t}", is_warm=lambda t=t: now[0] >= t) for t in warm_at]
+        monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(processes.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + 1.0))
+        processes._until_warm(fakes, 30.0)
+        return now[0]
+
+    assert waits() == 0 and waits(3, 7) == 7
+    assert "not warm" not in capsys.readouterr().out
+    assert waits(3, 70) == 30
+    assert "warm after 30 s: what is timed is timed from here on, while these are not warm yet: p70" in (
+        capsys.readouterr().out
+    )
+
+
+@interpreted
+def test_chosen_variants_of_ours(work):
+    few = replace(SHAPE, num_heads=2, k_dim=128, v_dim=128, dtype="bfloat16", tokens=32768)
+    chosen = [c.name for c in SUBJECT.chosen(OURS, few, CPU, ["any-order", "serial-64"])]
+    assert chosen == [OURS, SERIAL_64, ANY_ORDER]
+    assert [c.name for c in SUBJECT.chosen(OURS, SHAPE, CPU, [])] == [OURS]
+    spec = Spec("gdn", OURS, (SHAPE,), str(work / "rows"), str(work), 10, choices=("walks",))
+    assert worker.Worker(spec, CPU).wants("parts")
+    assert not worker.Worker(replace(spec, choices=("serial",)), CPU).wants("parts")
+
+
+def test_what_is_compiled_before_ours_run(monkeypatch, tmp_path):
+    """Of segments the walks with their maps; each kernel once."""
+    few = replace(SHAPE, num_heads=8, num_key_heads=8, k_dim=128, v_dim=128, dtype="bfloat16", tokens=32768)
+    found = []
+    monkeypatch.setattr("stateflow.planning.kernel_bench.compile_jobs", lambda jobs, *_: found.extend(jobs))
+    spec = Spec("gdn", OURS, (few, replace(few, tokens=65536)), "rows", str(tmp_path), 10, choices=("any-order",))
+    SUBJECT.get_ready(spec, CPU)
+    names = [(shape.segments, name) for shape, name, _ in found]
+    assert len(names) == len(set(found)) and {shape.tokens for shape, *_ in found} == {1}
+    others = ["out", "out_backward", "query_backward", "solve_backward", "key_backward", "pre_backward"]
+    walks = [(n, name) for n in (1, 8) for name in ("transition", "transition_backward")]
+    assert sorted(names) == sorted([(1, "pre"), *((1, name) for name in others), *walks])
+    found.clear()
+    SUBJECT.get_ready(replace(spec, choices=("walks",)), CPU)
+    assert len(found) == 9 + 6
 
 
 def report_rows() -> list[dict]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stateflow.bench import mamba3_contestants, mamba3_regions, official_mamba3, processes, worker
+from stateflow.bench import mamba3_contestants, mamba3_regions, official_mamba3, processes, shares, worker
 from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant, Region, serial, with_choice
 from stateflow.bench.mamba3_contestants import OFFICIAL, SUBJECT, WHOLE, prepare
 from stateflow.bench.mamba3_report import render
@@ -239,9 +239,10 @@ def test_table_4b():
 
 def test_shares_of_the_variants_to_compile():
     variants = list(range(27))
-    shares = [official_mamba3.share_of(variants, i, 12) for i in range(12)]
-    assert sorted({x for share in shares for x in share}) == variants and min(map(len, shares)) > 1
-    assert official_mamba3.share_of([1, 2, 3], 11, 12) == [1, 2]
+    found = [shares.share_of(variants, i, 12) for i in range(12)]
+    assert sorted({x for share in found for x in share}) == variants and min(map(len, found)) > 1
+    assert [shares.share_of([1, 2, 3], i, 12) for i in (0, 2, 10)] == [[1, 2], [3, 1], [2, 3]]
+    assert shares.share_of([1], 1, 12) == [1] and shares.share_of([], 1, 12) == []
 
 
 def test_variants_are_compiled_by_several_processes(tmp_path, monkeypatch, capfd):
@@ -249,9 +250,9 @@ def test_variants_are_compiled_by_several_processes(tmp_path, monkeypatch, capfd
     program = (
         "import json, sys; job = json.loads(sys.argv[-1]); print(job['index'], job['count']); sys.exit(job['index'])"
     )
-    popen = official_mamba3.subprocess.Popen
+    popen = shares.subprocess.Popen
     monkeypatch.setattr(
-        official_mamba3.subprocess, "Popen", lambda command: popen([sys.executable, "-c", program, command[-1]])
+        shares.subprocess, "Popen", lambda command: popen([sys.executable, "-c", program, command[-1]])
     )
     monkeypatch.setattr(official_mamba3.os, "cpu_count", lambda: 6)
     official_mamba3.compile_at_once(SHAPE, tmp_path)
@@ -265,7 +266,7 @@ def test_what_compiles_ends_with_who_started_it(tmp_path):
     program.write_text(f"""
 import subprocess, sys, types
 from pathlib import Path
-from stateflow.bench import official_mamba3
+from stateflow.bench import official_mamba3, shares
 from stateflow_kernels.plan_table import Shape, from_json
 class Sleeper(subprocess.Popen):
     pids = []
@@ -275,7 +276,7 @@ class Sleeper(subprocess.Popen):
     def wait(self, *seconds):
         print(*self.pids, flush=True)
         return super().wait(*seconds)
-official_mamba3.subprocess.Popen = Sleeper
+shares.subprocess.Popen = Sleeper
 official_mamba3.os = types.SimpleNamespace(cpu_count=lambda: 6)
 official_mamba3.compile_at_once(from_json(Shape, {to_json(SHAPE)}), Path({str(tmp_path)!r}))
 """)
@@ -350,11 +351,15 @@ def test_the_command_starts_the_official_kernels_first(monkeypatch, tmp_path):
     started = []
 
     class Fake:
-        def __init__(self, subject, group, shapes, rows, work, runs, path):
-            self.group, self.rows = group, rows
-            started.append((subject.name, group, path, [(shape.num_heads, shape.tokens) for shape in shapes]))
+        def __init__(self, subject, spec, path):
+            self.group, self.rows = spec.group, Path(spec.rows)
+            sizes = [(shape.num_heads, shape.tokens) for shape in spec.shapes]
+            started.append((subject.name, spec.group, path, sizes))
 
-        def wait(self, seconds):
+        def is_warm(self):
+            return True
+
+        def wait(self, seconds, end):
             if self.group == OURS:
                 self.rows.write_text(json.dumps(report_rows()[0]) + "\n")
 

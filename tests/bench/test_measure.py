@@ -72,10 +72,10 @@ def test_autotuning_compiles_outside_of_its_turn(tmp_path, monkeypatch):
     import triton.testing
 
     turns, seen = Turns(tmp_path), []
-    monkeypatch.setattr(triton.testing, "do_bench", lambda fn, quantiles: [fn(), seen.append(quantiles)])
+    monkeypatch.setattr(triton.testing, "do_bench", lambda fn, **options: [fn(), seen.append(options)])
     turns.for_autotuning()
     triton.testing.do_bench(lambda: seen.append(turns._held), quantiles=(0.5,))
-    assert seen == [False, True, (0.5,)]
+    assert seen == [False, True, dict(quantiles=(0.5,), warmup=10, rep=40)]
 
 
 def test_rows_are_there_at_once(tmp_path):

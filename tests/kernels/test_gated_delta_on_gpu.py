@@ -80,7 +80,10 @@ def test_sizes_of_heads(dtype, sizes, with_docs):
 @pytest.mark.parametrize("with_docs", [False, True])
 @pytest.mark.parametrize("sizes", [(64, 64), (64, 128), (128, 128), (96, 192)], ids=str)
 def test_walks_in_segments(sizes, with_docs, monkeypatch):
-    """Of a memory that lasts, about as accurate as one walk, and with the same bits each time."""
+    """Of a memory that lasts, about as accurate as one walk, and with the same bits each time.
+
+    Compiling takes a minute or two for each of these on a new machine: run them as processes of their own.
+    """
     torch.manual_seed(0)
     inputs = make(1, 1100, 2, 1, *sizes, max_decay=1e-3)
     docs = documents(1, 1100, rate=0.001) if with_docs else None
@@ -99,7 +102,7 @@ def test_walks_in_segments(sizes, with_docs, monkeypatch):
 
     one_walk, first = errors(results(1)), results(5)
     for error, of_one, bound in zip(errors(first), one_walk, BOUNDS[torch.bfloat16], strict=True):
-        assert error <= min(bound, 2 * of_one)
+        assert error <= min(bound, 2 * of_one + 1e-4)
     for _ in range(20):
         assert_same_bits(results(5), first)
 

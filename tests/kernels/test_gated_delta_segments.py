@@ -1,13 +1,15 @@
 """The gated delta rule's walks through several segments at once, against the recurrence token by token in float64."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
+import triton
 
 import stateflow_kernels.gated_delta_rule as kernels
 from stateflow.recurrence import gated_delta_kernels, self_check
-from stateflow_kernels import plans, waves
+from stateflow_kernels import plans, transition, waves
 from stateflow_kernels.primitives import INTERPRETED
 from stateflow_kernels.waves import walk_segments
 from tests.kernels.gluon_emulation import hopper_on_the_cpu
@@ -20,8 +22,12 @@ EPS = 1e-6
 
 @pytest.fixture(autouse=True)
 def fresh_choices(monkeypatch):
+    """On a GPU none is another plan's or the chunk form's: those tests would say nothing."""
     monkeypatch.setattr(self_check, "_outcomes", {})
     monkeypatch.setattr(gated_delta_kernels, "_chosen", {})
+    yield
+    replaced = [(*key, out) for key, out in self_check._outcomes.items() if key[0].device.type == "cuda"]
+    assert all(outcome.plan == plan for _, plan, outcome in replaced)
 
 
 def results(inputs, docs, num_segments: int) -> list[torch.Tensor]:
@@ -102,23 +108,152 @@ def test_only_without_exact_order(device, monkeypatch):
     assert_close(given, [expected] * 2, 1e-5)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_the_self_check_sees_segments_that_are_not_composed(monkeypatch, caplog):
-    monkeypatch.setattr(self_check, "CHECKED_DEVICES", ("cpu",))
-    problem = self_check.Problem(torch.device("cpu"), torch.float32, 1, 1, 16, 16, normalize=True, has_docs=False)
-    plan = plans.in_segments(problem.fallback_plan(), 3, 16)
-    assert self_check.checked_plan(problem, plan) == plan and not caplog.records
+@triton.jit
+def first_chunk_of_a_segment(segment, num_segments, first_chunk, end_chunk):
+    first = first_chunk + segment * (end_chunk - first_chunk) // num_segments
+    return first, first + 1
+
+
+@triton.jit
+def without_the_last_chunk(segment, num_segments, first_chunk, end_chunk):
+    chunks = end_chunk - first_chunk
+    end = first_chunk + (segment + 1) * chunks // num_segments
+    return first_chunk + segment * chunks // num_segments, end - (segment == num_segments - 1)
+
+
+def composed_otherwise(monkeypatch, change, backward_only: bool = False) -> None:
+    """Maps reach `compose` as `change` leaves them."""
     compose = kernels._Problem.compose
 
-    def into_nothing(self, state, ends, maps, backward):
-        compose(self, state, ends, torch.zeros_like(maps), backward)
+    def faulty(self, state, ends, maps, backward):
+        compose(self, state, ends, change(maps) if backward or not backward_only else maps, backward)
 
-    monkeypatch.setattr(kernels._Problem, "compose", into_nothing)
-    monkeypatch.setattr(self_check, "_outcomes", {})
-    assert self_check.checked_plan(problem, plan) is None
+    monkeypatch.setattr(kernels._Problem, "compose", faulty)
+
+
+def maps_of_other_chunks(monkeypatch, segment_chunks, backward_only: bool = False) -> None:
+    """The walks for maps go through other chunks than those whose states and gradients are kept."""
+    walk, right = kernels._Problem.walk, transition._segment_chunks
+
+    def faulty(self, kernel, *args, maps_of=()):
+        backward = kernel is transition.transition_backward_kernel
+        wrong = bool(maps_of) and (backward or not backward_only)
+        transition._segment_chunks = segment_chunks if wrong else right
+        try:
+            walk(self, kernel, *args, maps_of=maps_of)
+        finally:
+            transition._segment_chunks = right
+
+    monkeypatch.setattr(kernels._Problem, "walk", faulty)
+
+
+def gradients_that_end_with_their_segment(monkeypatch) -> None:
+    compose = kernels._Problem.compose
+
+    def faulty(self, state, ends, maps, backward):
+        compose(self, state, ends, maps, backward)
+        if backward:
+            ends[:, :, :-1] = 0
+
+    monkeypatch.setattr(kernels._Problem, "compose", faulty)
+
+
+def without_map(index: int):
+    def change(maps):
+        return maps.index_fill(2, torch.tensor([index], device=maps.device), 0.0)
+
+    return change
+
+
+FAULTS = {
+    "no map": lambda patch: composed_otherwise(patch, torch.zeros_like),
+    "no map of the second segment": lambda patch: composed_otherwise(patch, without_map(0)),
+    "no map of the third one": lambda patch: composed_otherwise(patch, without_map(1)),
+    "none of it for gradients": lambda patch: composed_otherwise(patch, without_map(1), backward_only=True),
+    "maps in another order": lambda patch: composed_otherwise(patch, lambda maps: maps.roll(1, 2)),
+    "gradients by M": lambda patch: composed_otherwise(patch, lambda maps: maps.mT.contiguous(), backward_only=True),
+    "maps of a chunk": lambda patch: maps_of_other_chunks(patch, first_chunk_of_a_segment),
+    "maps of a chunk for gradients": lambda patch: maps_of_other_chunks(patch, first_chunk_of_a_segment, True),
+    "no ragged end for gradients": lambda patch: maps_of_other_chunks(patch, without_the_last_chunk, True),
+    "gradients within segments": gradients_that_end_with_their_segment,
+}
+
+
+def problem_in_segments(dtype=torch.float32, **changes) -> self_check.Problem:
+    fields = dict(num_heads=1, num_key_heads=1, k_dim=16, v_dim=16, normalize=True, has_docs=False) | changes
+    return self_check.Problem(torch.device("cpu"), dtype, **fields, in_segments=True)
+
+
+@functools.cache
+def example_and_expected(problem: self_check.Problem) -> tuple:
+    inputs, grads = problem.example()
+    return inputs, grads, problem.expected(*([self_check._to_float64(x) for x in xs] for xs in (inputs, grads)))
+
+
+def misses_of(problem: self_check.Problem, plan) -> list[str]:
+    return self_check._try(problem, plan, *example_and_expected(problem)).misses(problem.bounds)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_self_check_sees_what_is_wrong_with_segments(fault, monkeypatch):
+    """In 16 bits, whose bounds are wide."""
+    problem = problem_in_segments(torch.bfloat16)
+    FAULTS[fault](monkeypatch)
+    assert misses_of(problem, plans.in_segments(problem.fallback_plan(), 6, 16))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [(torch.float32, {}), (torch.bfloat16, dict(has_docs=True)), (torch.float16, dict(num_heads=2, normalize=False))],
+)
+def test_the_self_check_of_segments_passes(dtype, changes, monkeypatch):
+    problem = problem_in_segments(dtype, **changes)
+    used, forward = [], kernels.forward
+    monkeypatch.setattr(kernels, "forward", lambda *args: used.append(args[-1].num_segments) or forward(*args))
+    plan = plans.in_segments(problem.fallback_plan(), 6, 16)
+    assert misses_of(problem, plan) == [] and used == [self_check.MOST_SEGMENTS]
+    # Each has several chunks, and the last one an end of its own.
+    tokens = problem.example()[0][0].shape[1]
+    assert tokens % 64 and tokens // 64 >= 2 * self_check.MOST_SEGMENTS
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_the_chunk_form_takes_the_place_of_wrong_segments(monkeypatch, caplog):
+    monkeypatch.setattr(self_check, "CHECKED_DEVICES", ("cpu",))
+    problem = problem_in_segments()
+    FAULTS["no map"](monkeypatch)
+    assert self_check.checked_plan(problem, plans.in_segments(problem.fallback_plan(), 3, 16)) is None
+    assert "float32, normalised, in segments) failed their self-check" in caplog.records[0].getMessage()
     torch.manual_seed(0)
     inputs = make_inputs(1, 70, 1, 1, 16, 16, normalize=True)
-    check(results(inputs, None, 3), inputs, None, [1e-5] * 8)  # what runs instead, with the same outputs kept
+    check(results(inputs, None, 3), inputs, None, [1e-5] * 8)  # with the same outputs kept
+
+
+def plan_for_hopper() -> kernels.Plan:
+    """Of heads of 64 x 64."""
+    plan = kernels.default_plan(64, 64, torch.bfloat16)
+    tiles = {name: dataclasses.replace(getattr(plan, name), specialized=True) for name in ("pre", *plans.WIDE_WALKS)}
+    wide = plans.in_segments(dataclasses.replace(plan, **tiles), 4, 64)
+    assert wide.transition.block_v == 64
+    return wide
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the other kernels must run on the CPU, too")
+def test_the_self_check_sees_what_is_wrong_with_those_for_hopper(monkeypatch):
+    problem = problem_in_segments(torch.bfloat16, k_dim=64, v_dim=64)
+    with hopper_on_the_cpu(monkeypatch):
+        from stateflow_kernels import hopper_segments  # the emulated one
+
+        assert misses_of(problem, plan_for_hopper()) == []
+
+        def first_chunk(segment, num_segments, first_chunk, end_chunk):
+            first = first_chunk + segment * (end_chunk - first_chunk) // num_segments
+            return first, first + 1
+
+        monkeypatch.setattr(hopper_segments, "_segment_chunks", first_chunk)
+        assert {miss.split()[0] for miss in misses_of(problem, plan_for_hopper())} >= set(self_check.NAMES)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the other kernels must run on the CPU, too")
@@ -131,10 +266,7 @@ def test_those_for_hopper_do_what_tritons_do(monkeypatch):
     inputs = [x.detach() for x in make_inputs(1, 300, 1, 1, 64, 64, dtype=torch.bfloat16, normalize=True)]
     inputs[3] *= 0.02
     grads = grads_like([inputs[2], inputs[5]])
-    plan = kernels.default_plan(64, 64, torch.bfloat16)
-    tiles = {name: dataclasses.replace(getattr(plan, name), specialized=True) for name in ("pre", *plans.WIDE_WALKS)}
-    wide = plans.in_segments(dataclasses.replace(plan, **tiles), 4, 64)
-    assert wide.transition.block_v == 64
+    plan, wide = kernels.default_plan(64, 64, torch.bfloat16), plan_for_hopper()
 
     def both(plan) -> list[torch.Tensor]:
         o, state, kept = kernels.forward(*inputs, None, 0.3, EPS, plan)

@@ -149,6 +149,7 @@ def test_problems_of_other_kinds_are_other_problems():
         dict(v_dim=32),
         dict(normalize=False),
         dict(has_docs=False),
+        dict(in_segments=True),
     ]
     problems = {problem(), problem(torch.bfloat16), *(problem(**changes) for changes in other)}
     assert len(problems) == 2 + len(other)

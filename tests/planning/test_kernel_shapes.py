@@ -48,6 +48,9 @@ def test_segments_only_without_exact_order():
     assert [shape.segments for shape in explicit_shapes([10, 20], [32_768], 128, 128, "bfloat16")] == [1, 1]
     shapes = explicit_shapes([10, 20], [1024, 32_768], 128, 128, "bfloat16", exact_order=False)
     assert [shape.segments for shape in shapes] == [1, 6, 1, 1]
+    # As many as the length itself has, not its bucket.
+    shapes = explicit_shapes([10], [8192, 10_240, 10_300], 128, 128, "bfloat16", exact_order=False)
+    assert [(shape.tokens, shape.segments) for shape in shapes] == [(8192, 1), (8192, 5)]
     longer = ("--training.seq_len", "65536", "--validation.seq_len", "65536", "--stateflow.num-chunks", "2")
     assert of(*longer)[0].segments == 1 and of(*longer, "--stateflow.no-exact-order")[0].segments > 1
 

@@ -7,13 +7,14 @@ import torch
 
 from stateflow.bench.measure import Timing, Turns
 from stateflow.planning import kernel_tuning, mamba3_launches
-from stateflow.planning.kernel_bench import KernelBench, all_tiles, compile_jobs
+from stateflow.planning.kernel_bench import KernelBench, compile_jobs
 from stateflow.planning.kernel_launches import EPS, KERNELS, Launches, random_inputs
 from stateflow.planning.kernel_tuning import BACKWARDS, CUTS, candidate_tiles, groups_of, tune
 from stateflow_kernels import gated_delta_rule as kernels
-from stateflow_kernels import mamba3_rule
+from stateflow_kernels import mamba3_rule, plans
 from stateflow_kernels.gated_delta_rule import Plan, Tile, default_plan
 from stateflow_kernels.plan_table import Environment, Shape, load
+from stateflow_kernels.primitives import INTERPRETED
 from tests.kernels.kernel_testing import on_devices
 
 HERE = Environment("a_gpu", "2.11", "3.6.0", "12.8.93")
@@ -33,9 +34,9 @@ class FakeBench:
     def clock(self) -> float:
         return self.now
 
-    def compile(self, tiles, seconds):
-        self.compiled, self.seconds = list(tiles), seconds
-        return self.failures
+    def compile(self, jobs, seconds):
+        self.compiled, self.seconds = list(jobs), seconds
+        return {job: self.failures[job[1:]] for job in jobs if job[1:] in self.failures}
 
     def check(self, plan):
         self.checked.append(plan)
@@ -188,14 +189,40 @@ def test_walks_in_segments_have_wide_candidates_and_no_cuts(tmp_path):
     (entry,) = tune([IN_SEGMENTS], lambda _: bench, lambda _: default, HERE, tmp_path / "t.json", 1e6, str, bench.clock)
     assert entry.plan == replace(default, transition=wide, overlap_backward=True)
     assert load(tmp_path / "t.json").entries == (entry,)
+    assert {name for name, _ in bench.timed} == {"transition", "transition_backward"}
+
+
+def test_what_is_compiled_before_a_search_in_segments(tmp_path):
+    """Of all counts of heads at once; the walks' candidates, and what else a check launches."""
+    walk = Tile(64, 4, 2, specialized=True)
+    default = Plan(transition=walk, transition_out=walk, transition_backward=walk, gradient_chunks=16, num_segments=5)
+    shapes = [replace(IN_SEGMENTS, num_heads=n, num_key_heads=n, tokens=t) for n in (8, 10) for t in (16384, 65536)]
+    benches = []
+    make = lambda shape: benches.append(FakeBench()) or benches[-1]  # noqa: E731
+    entries = tune(shapes, make, lambda _: default, HERE, tmp_path / "t.json", 1e6, str, lambda: 0.0)
+    assert [entry.shape for entry in entries] == shapes
+    found = [(shape.num_heads, name) for shape, name, _ in benches[0].compiled]
+    assert not hasattr(benches[1], "compiled")
+    walks = ("transition", "transition_out", "transition_backward")
+    assert found.count((8, "transition")) == len(candidate_tiles("transition", IN_SEGMENTS, walk)) == 4
+    assert {name for _, name in found} == {*walks, "pre", "pre_backward", "gradients"}
+    assert len(found) == 2 * (3 * 4 + 3) and found[:2] == [(8, "transition"), (8, "transition_out")]
+    # Of the exact order each number of chunks that a program of the gradient kernel may take.
+    bench = FakeBench()
+    search_of = kernel_tuning.Search(bench, replace(default, num_segments=1))
+    jobs = [job for jobs in search_of.jobs(SHAPE) for job in jobs]
+    assert sorted(n for _, name, n in jobs if name == "gradients") == [4, 16, 32]
+    backward = [tile for _, name, tile in jobs if name == "pre_backward"]
+    assert backward == [tile for _, name, tile in jobs if name == "pre"]
 
 
 @on_devices
 @pytest.mark.parametrize(("tokens", "segments"), [(130, 1), (70, 2)])
 def test_each_launch_does_what_the_operation_does(device, tokens, segments):
     plan = replace(default_plan(32, 48, torch.float16), num_segments=segments)
-    launches = Launches(replace(SMALL, segments=segments), tokens, torch.device(device), fill=plan)
-    inputs, grads = random_inputs(SMALL, tokens, device)
+    shape = replace(SMALL, segments=segments)
+    launches = Launches(shape, tokens, torch.device(device), fill=plan)
+    inputs, grads = random_inputs(shape, tokens, device)
     options = (SMALL.k_dim**-0.5, EPS, plan)
     o, state, solve = kernels.forward(*inputs, None, *options)
     dq, dk, *others = kernels.backward(*grads, *inputs, None, solve, *options)
@@ -271,6 +298,42 @@ def test_the_check_finds_what_is_wrong(device, monkeypatch):
     assert bench.check(plan).startswith("wrong: dq 5.0e-02 (bound 8.0e-03), dk")
 
 
+@on_devices
+def test_the_check_sees_what_segments_hand_on(device, monkeypatch):
+    shape = replace(SMALL, segments=3)
+    monkeypatch.setattr("stateflow.planning.kernel_bench.CHECK_TOKENS", 70)
+    bench = KernelBench(shape, torch.device(device), Turns(None))
+    plan = replace(default_plan(32, 48, torch.float16), num_segments=3)
+    assert bench.check(plan) is None
+    compose = kernels._Problem.compose
+
+    def into_nothing(self, state, ends, maps, backward):
+        compose(self, state, ends, torch.zeros_like(maps), backward)
+
+    monkeypatch.setattr(kernels._Problem, "compose", into_nothing)
+    assert bench.check(plan).startswith("wrong: o ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_a_search_in_segments_on_kernels_that_run(tmp_path, monkeypatch):
+    """Everything but the times: what is launched is launched, and found right."""
+    shape = replace(SMALL, num_heads=1, num_key_heads=1, k_dim=16, v_dim=24, tokens=256, segments=2)
+    monkeypatch.setattr("stateflow.planning.kernel_bench.CHECK_TOKENS", 70)
+    monkeypatch.setattr(
+        "stateflow.planning.kernel_bench.time_call", lambda call, **_: call() and None or Timing(1.0, 1.0, 1.0, 11)
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(KernelBench, "compile", lambda self, jobs, seconds: {})
+    default = plans.in_segments(default_plan(16, 24, torch.float16), 2, 24)
+    make, lines = lambda shape: KernelBench(shape, torch.device("cpu"), Turns(None)), []
+    (entry,) = tune([shape], make, lambda _: default, HERE, tmp_path / "t.json", 1e6, lines.append)
+    assert entry.plan == default and entry.evidence["complete"]
+    assert set(entry.evidence["kernels_ms"]) == {"transition", "transition_backward"}
+    assert all(len(times) == 3 for times in entry.evidence["kernels_ms"].values())
+    assert not any("dropped" in line for line in lines)
+
+
 class OutOfResources:
     """No plan at all."""
 
@@ -278,7 +341,7 @@ class OutOfResources:
 @pytest.mark.processes
 def test_worker_processes_say_what_failed():
     plan = default_plan(32, 48, torch.float16)
-    jobs = [(SMALL, *pair) for pair in (*all_tiles([plan])[:2], ("no_such_kernel", Tile()))]
+    jobs = [(SMALL, *pair) for pair in (("pre", plan.pre), ("out", plan.out), ("no_such_kernel", Tile()))]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failures = compile_jobs(jobs, device, workers=2, seconds=200)
     assert failures == {jobs[2]: "KeyError: 'no_such_kernel'"}

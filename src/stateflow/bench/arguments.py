@@ -31,6 +31,13 @@ def peer_path(names: Sequence[str], text: str) -> tuple[str, Path]:
     return name, Path(path).resolve()
 
 
+def shape(text: str) -> tuple[int, ...]:
+    """ "20x8192" is 20 heads, 8,192 tokens, of the first of --dims; "20x8192x96x192" of 96 x 192."""
+    if re.fullmatch(r"\d+x\d+(x\d+x\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be HEADS x TOKENS, or with sizes, as in 20x8192x96x192")
+    return tuple(map(int, text.split("x")))
+
+
 WHOLE = dict(type=int, nargs="+", metavar="N")
 
 
@@ -62,6 +69,9 @@ def add_operation(
     parser.add_argument("--heads", default=heads, help=default(heads), **WHOLE)
     parser.add_argument("--tokens", default=[8192, 16384, 32768, 65536], help="default 8192 to 65536", **WHOLE)
     parser.add_argument("--dims", type=dims, nargs="+", metavar=names, default=head_dims, help=default(head_dims))
+    listed = dict(type=shape, nargs="+", metavar="HEADSxTOKENS")
+    parser.add_argument("--shapes", help="these in the place of all combinations; also HEADSxTOKENSxKxV", **listed)
+    parser.add_argument("--ours", nargs="*", metavar="WORD", help="variants of ours to measure, too (default: all)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument(
         "--untuned",
@@ -78,6 +88,9 @@ def add_operation(
     parser.add_argument("--peer-dims", type=dims, nargs="+", metavar=names, help="likewise (default: all)")
     parser.add_argument("--peer-untuned", action="store_true", help="the peers also run the shape of --untuned")
     parser.add_argument("--peer-timeout", type=float, default=1800.0, metavar="S", help="from the start (default 1800)")
+    seconds = dict(type=float, metavar="S")
+    parser.add_argument("--warm-up", default=600.0, help="for compiling, before anything is timed (600)", **seconds)
+    parser.add_argument("--time-limit", help="for all: then the report of what is there (default: none)", **seconds)
     parser.add_argument("--runs", type=int, default=15, metavar="N", help="timed runs (default 15, at least 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, one a line, as they come")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")

@@ -5,18 +5,31 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from stateflow.bench.measure import Turns
 from stateflow_kernels.plan_table import Shape, to_json
 
 OURS, SERIAL = "ours", "ours, serial"
 Tensors = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a process of the benchmark is to do; a JSON file."""
+
+    benchmark: str
+    group: str
+    shapes: tuple[Shape, ...]
+    rows: str
+    work: str  # a folder that the processes share
+    runs: int
+    name: str = ""  # of the process
+    group_shapes: tuple[Shape, ...] = ()  # of all processes of the group
+    choices: tuple[str, ...] = ()  # see `Subject.choices`
 
 
 class Absent(Exception):
@@ -108,6 +121,8 @@ class Subject:
     bounds: Mapping[str, float]  # relative L2 errors that our own kernels must keep
     by_token: frozenset[str]  # which of `names` have a token at dimension 1
     parity_tokens: int
+    # What of ours may be left out, by the words of the command line: contestants beside `OURS`, and "parts", "regions".
+    choices: Mapping[str, str] = {}
 
     @property
     def parity(self) -> dict[str, float]:
@@ -139,8 +154,13 @@ class Subject:
         """The results, where equal ones may differ in value: something that tells them apart only if they differ."""
         return list(results)
 
-    def get_ready(self, group: str, shapes: Sequence[Shape], device: torch.device, work: Path, turns: Turns) -> None:
-        """Before any contestant runs: what can be compiled at once."""
+    def chosen(self, group: str, shape: Shape, device: torch.device, words: Collection[str]) -> list[Contestant]:
+        """As `contestants`; of ours `OURS`, and those that the words name."""
+        left_out = {name for word, name in self.choices.items() if group == OURS and word not in words}
+        return [contestant for contestant in self.contestants(group, shape, device) if contestant.name not in left_out]
+
+    def get_ready(self, spec: Spec, device: torch.device) -> None:
+        """Before any contestant of a process runs: what can be compiled at once."""
 
     def check_plan(self, contestant: Contestant, shape: Shape, device: torch.device) -> None:
         """Raises ValueError if something else than the contestant's plan would run."""

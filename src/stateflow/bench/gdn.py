@@ -29,8 +29,18 @@ def _tune(options, work: Path) -> None:
     from stateflow.planning.kernel_tuning import run as tune
     from stateflow_kernels import plans
 
-    sizes = (options.tune_heads or options.heads, [bucket_of(n) for n in options.tokens])
-    shapes = processes.shapes_of(SUBJECT, *sizes, options.tune_dims or options.dims, options.dtype)
+    if options.shapes is None:
+        sizes = (options.tune_heads or options.heads, [bucket_of(n) for n in options.tokens])
+        shapes = processes.shapes_of(SUBJECT, *sizes, options.tune_dims or options.dims, options.dtype)
+    else:
+        cases = [(*case, *options.dims[0])[:4] for case in options.shapes]
+        wanted = [
+            (heads, bucket_of(tokens), *dims)
+            for heads, tokens, *dims in cases
+            if (options.tune_heads is None or heads in options.tune_heads)
+            and (options.tune_dims is None or tuple(dims) in options.tune_dims)
+        ]
+        shapes = [SUBJECT.shape(*case, options.dtype) for case in dict.fromkeys(wanted)]
     table = options.tune.resolve()
     try:
         tune(shapes, table, options.tune_budget, Turns(work))

@@ -6,13 +6,16 @@ the last state.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from stateflow.bench.contestants import OURS, Absent, Contestant, Subject, import_from, serial, with_choice
-from stateflow.planning.kernel_launches import EPS, Launches, random_inputs
+from stateflow.bench import shares
+from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant, Subject, import_from, serial, with_choice
+from stateflow.planning.kernel_launches import EPS, Launches, launched, random_inputs
 from stateflow.recurrence.self_check import BOUNDS_16_BITS, NAMES
 from stateflow_kernels.gated_delta_rule import CHUNK, Tile
 from stateflow_kernels.plan_table import Shape, to_json
@@ -32,7 +35,8 @@ class GatedDeltaRule(Subject):
     names = NAMES
     bounds = BOUNDS_16_BITS
     by_token = frozenset(NAMES) - {"state", "dstate"}
-    parity_tokens = 1000
+    parity_tokens = 1008  # no multiple of 64, but of 16, as `shares.SHORT`
+    choices = {"serial": SERIAL, "default": DEFAULT, "serial-64": SERIAL_64, "any-order": ANY_ORDER, "walks": "parts"}
 
     def shape(self, heads, tokens, k_dim, v_dim, dtype):
         from stateflow.planning.kernel_shapes import explicit_shapes
@@ -54,17 +58,25 @@ class GatedDeltaRule(Subject):
         inputs, grads = ([x.detach().cpu().double() for x in xs] for xs in (inputs, grads))
         return [*chunk_form(*inputs, None, scale, EPS), *chunk_form_backward(*grads, *inputs, None, scale, EPS)]
 
-    def get_ready(self, group, shapes, device, work, turns):
-        """What a table's tuning has not compiled, for all shapes at once."""
-        if group != OURS:
+    def get_ready(self, spec, device):
+        """Kernels that no table's tuning has compiled, for all shapes at once; FLA's variants."""
+        if spec.group == "fla":
+            with contextlib.suppress(Absent):
+                self.contestants("fla", spec.shapes[0], device)
+                shares.compile_at_once(self.name, "fla", spec.group_shapes, "fla", Path(spec.work))
+        if spec.group != OURS:
             return
-        from stateflow.planning.kernel_bench import all_tiles, compile_jobs, default_workers
+        from stateflow.planning.kernel_bench import compile_jobs, default_workers
 
         jobs: dict = {}
-        for shape in shapes:
-            present = self.contestants(OURS, shape, device)
-            pairs = [*all_tiles([contestant.plan for contestant in present]), *walk_tiles(present[0].plan)]
-            jobs |= {(replace(shape, tokens=1), name, tile): None for name, tile in pairs}
+        for shape in spec.shapes:
+            for contestant in self.chosen(OURS, shape, device, spec.choices):
+                segments = contestant.plan.num_segments
+                for name, tile in launched(contestant.plan, shape, device):
+                    in_segments = segments if name.startswith("transition") else 1
+                    jobs[replace(shape, tokens=1, segments=in_segments), name, tile] = None
+                if contestant.name == OURS and "walks" in spec.choices:
+                    jobs |= {(replace(shape, tokens=1), *pair): None for pair in walk_tiles(contestant.plan)}
         compile_jobs(list(jobs), device, default_workers(), COMPILE_SECONDS)
 
     def check_plan(self, contestant, shape, device):
@@ -73,7 +85,8 @@ class GatedDeltaRule(Subject):
 
         dtype = getattr(torch, shape.dtype)
         sizes = (shape.num_heads, shape.num_key_heads, shape.k_dim, shape.v_dim)
-        problem = Problem(device, dtype, *sizes, normalize=True, has_docs=False, batch=shape.batch)
+        options = dict(batch=shape.batch, in_segments=contestant.plan.num_segments > 1)
+        problem = Problem(device, dtype, *sizes, normalize=True, has_docs=False, **options)
         if checked_plan(problem, contestant.plan) != contestant.plan:
             raise ValueError("the kernels' self-check failed with this plan")
 

@@ -17,13 +17,24 @@ So "official" does less than ours, and a ratio to it says less for ours than is 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stateflow.bench import official_mamba3
-from stateflow.bench.contestants import OURS, Absent, Contestant, Subject, Tensors, import_from, serial, with_choice
+from stateflow.bench.contestants import (
+    OURS,
+    SERIAL,
+    Absent,
+    Contestant,
+    Subject,
+    Tensors,
+    import_from,
+    serial,
+    with_choice,
+)
 from stateflow.recurrence import mamba3
 from stateflow.recurrence.mamba3 import Inputs
 from stateflow_kernels.plan_table import Shape
@@ -52,6 +63,7 @@ class Mamba3(Subject):
     by_token = frozenset(("y", *(f"d{name}" for name in BY_TOKEN)))
     # The official operation keeps angles in bfloat16: with the sequence, the gradients of its angles go astray.
     DANGLE_AGREEMENT = 0.3
+    choices = {"serial": SERIAL, "regions": "regions"}
     parity_tokens = 1008  # no multiple of 64; otherwise as in `official_mamba3.SHORT`: the kernels that are timed
 
     @property
@@ -135,9 +147,9 @@ class Mamba3(Subject):
 
         return mamba3_regions.regions(shape, device) if backend_for(shape, device) == "triton" else []
 
-    def get_ready(self, group, shapes, device, work, turns):
-        if group == OFFICIAL:
-            official_mamba3.compile_at_once(shapes[0], work)
+    def get_ready(self, spec, device):
+        if spec.group == OFFICIAL:
+            official_mamba3.compile_at_once(spec.shapes[0], Path(spec.work))
 
 
 SUBJECT = Mamba3()

@@ -45,6 +45,8 @@ class Timing:
 
 Call = Callable[[], object]
 
+AUTOTUNING_MS = dict(warmup=10, rep=40)  # Triton's defaults are 25 and 100
+
 
 def require_cuda(what: str) -> None:
     """Raises ValueError if there is no CUDA device."""
@@ -100,7 +102,10 @@ class Turns:
         time.sleep(0.002)  # a lock is not fair: let a waiting process have it
 
     def for_autotuning(self) -> None:
-        """From here on Triton's autotuner takes a turn, too, for each configuration that it times."""
+        """From here on Triton's autotuner takes a turn, too, for each configuration that it times.
+
+        It times each for less long than by default: there are hundreds of them.
+        """
         import triton.testing
 
         do_bench = triton.testing.do_bench
@@ -108,7 +113,7 @@ class Turns:
         def in_turn(fn, *args, **kwargs):
             fn()  # compiles, which takes long and needs no turn
             with self.measuring():
-                return do_bench(fn, *args, **kwargs)
+                return do_bench(fn, *args, **({} if args else AUTOTUNING_MS) | kwargs)
 
         triton.testing.do_bench = in_turn
 

@@ -1,13 +1,15 @@
 """A benchmark's command: its processes, their order, and its report.
 
 The libraries need versions of Triton that exclude each other, so each has a process with a path of its own. Those
-of the peers start first: they compile and tune themselves while our kernels are tuned, and are timed after ours,
-against whose results theirs are compared.
+of the peers start first: they compile and tune themselves while our kernels are tuned and compiled. Nothing is timed
+before all of them are warm, or have taken too long for it. Each shape of theirs is timed after ours, against whose
+results theirs are compared.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,11 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from stateflow.bench.contestants import OURS, Subject
+from stateflow.bench.contestants import OURS, Spec, Subject
 from stateflow.bench.measure import Rows, read_rows, require_cuda
-from stateflow.bench.worker import done_path
+from stateflow.bench.worker import done_path, go_path, warm_path
 from stateflow_kernels.plan_table import Shape, to_json
 
 LEAST_RUNS = 10
@@ -67,25 +70,45 @@ def run(options, subject: Subject, render: Render, tune: Callable[[Path], None] 
         return 0
     if options.runs < LEAST_RUNS:
         raise ValueError(f"--runs {options.runs}: a median needs {LEAST_RUNS} or more")
-    shapes = shapes_of(subject, options.heads, options.tokens, options.dims, options.dtype, options.untuned)
-    peer_shapes = shapes_of(
-        subject,
-        options.peer_heads or options.heads,
-        options.peer_tokens or options.tokens,
-        options.peer_dims or options.dims,
-        options.dtype,
-    )
-    if options.peer_untuned and options.untuned is not None:
-        peer_shapes.append(shapes[-1])
-    missing = [shape for shape in peer_shapes if shape not in shapes]
-    if missing:
-        raise ValueError(f"the peers' shape {missing[0]} is not among ours: they would have nothing to agree with")
+    unknown = set(options.ours or ()) - subject.choices.keys()
+    if unknown:
+        raise ValueError(f"--ours {', '.join(sorted(unknown))}: choose from {', '.join(subject.choices)}")
+    shapes, peer_shapes = _shapes(options, subject)
     require_cuda("stateflow bench")
     with tempfile.TemporaryDirectory(prefix="stateflow-bench-") as work:
         return _run(options, subject, shapes, peer_shapes, Path(work), render, tune)
 
 
+def _shapes(options, subject: Subject) -> tuple[list[Shape], list[Shape]]:
+    """Ours, and those of them that the peers run."""
+    if options.shapes is None:
+        shapes = shapes_of(subject, options.heads, options.tokens, options.dims, options.dtype, options.untuned)
+        sizes = (options.peer_heads or options.heads, options.peer_tokens or options.tokens)
+        peer_shapes = shapes_of(subject, *sizes, options.peer_dims or options.dims, options.dtype)
+    else:
+        cases = [(*case, *options.dims[0])[:4] for case in options.shapes]
+        peer_shapes = [subject.shape(*case, options.dtype) for case in dict.fromkeys(cases)]
+        shapes = list(peer_shapes)
+        if options.untuned is not None:
+            shapes.append(subject.shape(*options.untuned, *options.dims[0], options.dtype))
+        for name in ("heads", "tokens", "dims"):
+            wanted = getattr(options, f"peer_{name}")
+            if wanted is not None:
+                peer_shapes = [shape for shape in peer_shapes if _size(shape, name) in wanted]
+    if options.peer_untuned and options.untuned is not None:
+        peer_shapes.append(shapes[-1])
+    missing = [shape for shape in peer_shapes if shape not in shapes]
+    if missing:
+        raise ValueError(f"the peers' shape {missing[0]} is not among ours: they would have nothing to agree with")
+    return shapes, list(dict.fromkeys(peer_shapes))
+
+
+def _size(shape: Shape, name: str):
+    return {"heads": shape.num_heads, "tokens": shape.tokens, "dims": (shape.k_dim, shape.v_dim)}[name]
+
+
 def _run(options, subject, shapes, peer_shapes, work: Path, render: Render, tune) -> int:
+    end = time.monotonic() + (math.inf if options.time_limit is None else options.time_limit)
     rows = work / "rows.jsonl" if options.json is None else options.json.resolve()
     rows.parent.mkdir(parents=True, exist_ok=True)
     rows.unlink(missing_ok=True)
@@ -98,19 +121,24 @@ def _run(options, subject, shapes, peer_shapes, work: Path, render: Render, tune
     try:
         for name in options.peers:
             folder = dict(options.peer_path).get(name)
-            # A process for each count of heads: compiling for one does not wait for the other.
-            for heads in dict.fromkeys(shape.num_heads for shape in peer_shapes):
+            # A process for each count of heads and size: compiling for one does not wait for the other.
+            for kind in dict.fromkeys(replace(shape, tokens=1) for shape in peer_shapes):
                 # The longest first: those that tune themselves do so at the first length that they see.
-                mine = sorted((s for s in peer_shapes if s.num_heads == heads), key=lambda s: -s.tokens)
-                processes.append(Process(subject, name, mine, rows, work, options.runs, folder))
+                mine = sorted((s for s in peer_shapes if replace(s, tokens=1) == kind), key=lambda s: -s.tokens)
+                spec = Spec(subject.name, name, tuple(mine), str(rows), str(work), options.runs)
+                processes.append(Process(subject, replace(spec, group_shapes=tuple(peer_shapes)), folder))
         if tune is not None:
             tune(work)
-        ours = Process(subject, OURS, shapes, rows, work, options.runs, None)
+        spec = Spec(subject.name, OURS, tuple(shapes), str(rows), str(work), options.runs, group_shapes=tuple(shapes))
+        choices = tuple(subject.choices if options.ours is None else options.ours)
+        ours = Process(subject, replace(spec, choices=choices), None)
         processes.append(ours)
-        ours.wait(None)
+        _until_warm(processes, min(end, time.monotonic() + options.warm_up))
+        go_path(work).touch()
+        ours.wait(None, end)
         done_path(work).touch()
         for process in processes[:-1]:
-            process.wait(options.peer_timeout)
+            process.wait(options.peer_timeout, end)
     finally:
         for process in processes:
             process.end()
@@ -120,41 +148,48 @@ def _run(options, subject, shapes, peer_shapes, work: Path, render: Render, tune
     return int(not any("forward" in row for row in found if row.get("contestant") == OURS))
 
 
-class Process:
-    """A worker with its own path and log."""
+def _until_warm(processes: Sequence[Process], end: float) -> None:
+    """Until each has compiled all it needs, or has ended; or until `end`."""
+    began = time.monotonic()
+    while True:
+        cold = [process.name for process in processes if not process.is_warm()]
+        if not cold or time.monotonic() >= end:
+            break
+        time.sleep(0.1)
+    late = f", while these are not warm yet: {', '.join(cold)}" if cold else ""
+    print(f"warm after {time.monotonic() - began:.0f} s: what is timed is timed from here on{late}", flush=True)
 
-    def __init__(
-        self,
-        subject: Subject,
-        group: str,
-        shapes: Sequence[Shape],
-        rows: Path,
-        work: Path,
-        runs: int,
-        path: Path | None,
-    ):
-        self.group, self.rows = group, rows
-        self.name = f"{group}-{'-'.join(map(str, dict.fromkeys(shape.num_heads for shape in shapes)))}"
-        self.log = work / f"{self.name}.log"
-        spec = dict(benchmark=subject.name, group=group, shapes=[to_json(shape) for shape in shapes])
-        spec |= dict(rows=str(rows), work=str(work), runs=runs)
-        spec_path = work / f"{self.name}.json"
-        spec_path.write_text(json.dumps(spec))
+
+class Process:
+    """A worker with its own path and log. The spec gets its name here."""
+
+    def __init__(self, subject: Subject, spec: Spec, path: Path | None):
+        self.group, self.rows, self.work = spec.group, Path(spec.rows), Path(spec.work)
+        first, sizes = spec.shapes[0], {(shape.num_heads, shape.k_dim, shape.v_dim) for shape in spec.shapes}
+        of_size = f"-{first.num_heads}-{first.k_dim}x{first.v_dim}" if len(sizes) == 1 else ""
+        self.name = f"{spec.group}{of_size}"
+        self.log = self.work / f"{self.name}.log"
+        spec_path = self.work / f"{self.name}.json"
+        spec_path.write_text(json.dumps(to_json(replace(spec, name=self.name))))
         self.started = time.monotonic()
-        env = worker_env(path, subject.environment.get(group, {}))
+        env = worker_env(path, subject.environment.get(spec.group, {}))
         with open(self.log, "w") as log:
             command = [sys.executable, "-u", "-m", "stateflow.bench.worker", str(spec_path)]
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
-    def wait(self, seconds: float | None) -> None:
-        """For its end, or until so long after its start; a row says if it came to no good one."""
-        left = None if seconds is None else max(0.1, self.started + seconds - time.monotonic())
+    def is_warm(self) -> bool:
+        return warm_path(self.work, self.name).exists() or self.process.poll() is not None
+
+    def wait(self, seconds: float | None, end: float = math.inf) -> None:
+        """For its end, or until so long after its start, or until `end`; a row says if it came to no good one."""
+        end = min(end, math.inf if seconds is None else self.started + seconds)
+        left = None if end == math.inf else max(0.1, end - time.monotonic())
         try:
             status = self.process.wait(left)
         except subprocess.TimeoutExpired:
             self.end()
             print(f"{self.name}:\n{self.log.read_text()[-6000:]}", flush=True)
-            self._failed(f"the process {self.name} was stopped after {seconds:.0f} s")
+            self._failed(f"the process {self.name} was stopped after {time.monotonic() - self.started:.0f} s")
             return
         print(f"{self.name}:\n{self.log.read_text()[-6000:]}", flush=True)
         if status != 0:

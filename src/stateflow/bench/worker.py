@@ -1,8 +1,8 @@
 """One process of a benchmark, with the libraries of one group of contestants.
 
-It checks its contestants against float64 and warms them up, beside other such processes. Each shape is timed while
-all others wait. A contestant that is wrong is not timed, nor one that disagrees with ours at the
-shape that is timed.
+It checks its contestants against float64 and warms them up, beside other such processes. Once all are warm, or have
+taken too long, each shape is timed while all others wait. A contestant that is wrong is not timed, nor one that
+disagrees with ours at the shape that is timed.
 """
 
 from __future__ import annotations
@@ -12,32 +12,20 @@ import json
 import sys
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from stateflow.bench.contestants import OURS, Absent, Contestant, Region, Subject, subject_named
+from stateflow.bench.contestants import OURS, Absent, Contestant, Region, Spec, Subject, subject_named
 from stateflow.bench.measure import Rows, Turns, measure_memory, misses, relative_l2, time_call
 from stateflow_kernels import plans
 from stateflow_kernels.plan_table import Shape
 
 SAMPLE_STRIDE = 61  # tokens; no multiple of what kernels are cut into
 AHEAD_MS = 4.0
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What a worker is to do; a JSON file."""
-
-    benchmark: str
-    group: str
-    shapes: tuple[Shape, ...]
-    rows: str
-    work: str  # a folder that the workers share
-    runs: int
 
 
 class Parity:
@@ -76,6 +64,16 @@ def sample_path(work: Path, shape: Shape) -> Path:
     return work / f"ours-{heads}-{shape.k_dim}x{shape.v_dim}-{shape.batch}x{shape.tokens}.pt"
 
 
+def warm_path(work: Path, name: str) -> Path:
+    """Exists once a process has nothing left to compile."""
+    return work / f"{name}.warm"
+
+
+def go_path(work: Path) -> Path:
+    """Exists once there may be timed."""
+    return work / "go"
+
+
 def done_path(work: Path) -> Path:
     """Exists once no sample of ours will come any more."""
     return work / "ours.done"
@@ -105,12 +103,15 @@ class Worker:
 
     def run(self) -> None:
         self.turns.for_autotuning()
-        self.subject.get_ready(self.spec.group, self.spec.shapes, self.device, self.work, self.turns)
+        self.subject.get_ready(self.spec, self.device)
         cold = list(self.spec.shapes)
         ready: list[tuple[Contestant, Shape, dict]] = []
         # What can be timed comes first, so that figures are there early; else the next shape is warmed up.
         while cold or ready:
-            first = next((item for item in ready if self.has_reference(item[1])), None)
+            if not cold:
+                warm_path(self.work, self.spec.name).touch()
+            may_time = go_path(self.work).exists()
+            first = next((item for item in ready if may_time and self.has_reference(item[1])), None)
             if first is not None:
                 ready.remove(first)
                 self.attempt(*first, partial(self.measure, *first))
@@ -121,8 +122,13 @@ class Worker:
         if self.spec.group == OURS:
             for shape in self.spec.shapes:
                 with self.turns.measuring():
-                    self.parts(shape)
-                    self.regions(shape)
+                    if self.wants("parts"):
+                        self.parts(shape)
+                    if self.wants("regions"):
+                        self.regions(shape)
+
+    def wants(self, name: str) -> bool:
+        return any(self.subject.choices.get(word) == name for word in self.spec.choices)
 
     def has_reference(self, shape: Shape) -> bool:
         """Whether ours is there to be compared with, or will never be."""
@@ -150,7 +156,7 @@ class Worker:
     def warm_up(self, shape: Shape) -> list[tuple[Contestant, Shape, dict]]:
         """Checks the contestants for these heads, and runs them once at the full length."""
         try:
-            present = self.subject.contestants(self.spec.group, shape, self.device)
+            present = self.subject.chosen(self.spec.group, shape, self.device, self.spec.choices)
         except Absent as absent:
             self.rows.write(**row_of(Contestant(self.spec.group, None), shape), skipped=str(absent))
             return []

@@ -15,14 +15,13 @@ from stateflow.bench import mamba3_regions
 from stateflow.bench.measure import Call, Timing, Turns, misses, relative_l2, time_call
 from stateflow.planning import kernel_launches, mamba3_launches
 from stateflow_kernels import plans
-from stateflow_kernels.gated_delta_rule import Tile
+from stateflow_kernels.gated_delta_rule import CHUNK, Tile
 from stateflow_kernels.plan_table import Shape
 
 # By family: `Call` is the whole operation, `Launches` its kernels one at a time.
 MODULES = {"gated_delta_rule": kernel_launches, "mamba3": mamba3_launches}
 
-Pair = tuple[str, Tile]
-Job = tuple[Shape, str, Tile]
+Job = tuple[Shape, str, Tile | int]
 
 CHECK_TOKENS = 460  # more chunks than any load pipeline is deep, and a ragged one
 COMPILE_TOKENS = 130
@@ -44,15 +43,14 @@ class KernelBench:
         self.workers = workers or default_workers()
         self.module = MODULES[shape.family]
 
-    def compile(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, str]:
+    def compile(self, jobs: Sequence[Job], seconds: float) -> dict[Job, str]:
         """In processes of their own: what Triton caches on disk is there for this one, too."""
-        jobs = [(self.shape, *pair) for pair in pairs]
-        failures = compile_jobs(jobs, self.device, self.workers, seconds)
-        return {job[1:]: reason for job, reason in failures.items()}
+        return compile_jobs(jobs, self.device, self.workers, seconds)
 
     @cached_property
     def _checked(self):
-        call = self.module.Call(self.shape, CHECK_TOKENS, self.device)
+        tokens = max(CHECK_TOKENS, 2 * CHUNK * self.shape.segments + 12)  # two chunks of a segment at least
+        call = self.module.Call(self.shape, tokens, self.device)
         return call, [x.to(self.device) for x in call.expected()]
 
     def check(self, plan) -> str | None:
@@ -165,8 +163,3 @@ def _compile(jobs: Sequence[Job], device: str, following, reports) -> None:
                 return  # this process cannot use the device any more
         else:
             reports.put(("end", index, None))
-
-
-def all_tiles(plans: Sequence) -> list[Pair]:
-    """The tiles of some plans with the kernels that have them, each once."""
-    return list(dict.fromkeys((n, t) for plan in plans for n, t in vars(plan).items() if isinstance(t, Tile)))

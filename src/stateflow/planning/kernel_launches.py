@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ def random_inputs(
 
     q, k = (normal(*tokens, shape.num_key_heads, shape.k_dim).to(dtype) for _ in range(2))
     v, grad_o = (normal(*tokens, heads, shape.v_dim).to(dtype) for _ in range(2))
-    g, beta = -0.1 * uniform(*tokens, heads), uniform(*tokens, heads)
+    # In segments a memory that lasts: what maps carry on would else be too little for a comparison.
+    g, beta = -(0.1 if shape.segments == 1 else 0.005) * uniform(*tokens, heads), uniform(*tokens, heads)
     state, grad_state = 0.3 * normal(*states), normal(*states)
     return [q, k, v, g, beta, state], [grad_o, grad_state]
 
@@ -180,11 +182,32 @@ class Launches:
         self.merges_gradients = hopper.merges_gradients(problem, 1, q, k, v, grad_o)
         self.pre_backward = pre_backward
         self.gradients = lambda chunks_a_program: hopper.gradients(problem, chunks_a_program, whole, *made, *outputs)
+        # Not of a tile of their own: see `launched`.
+        self.by_name |= {"pre_backward": pre_backward, "gradients": self.gradients}
         self.results = dict(o=o, state=state_out, dq=grad_q, dk=grad_k, dv=grad_v, dg=grad_g, dbeta=grad_beta)
         self.results["dstate"] = grad_state_in
         if fill is not None:
             for name in KERNELS:
                 self.by_name[name](getattr(fill, name))
+
+
+def problem_of(shape: Shape, device: torch.device) -> SimpleNamespace:
+    """As much of a `_Problem` as tells which kernels run."""
+    sizes = dict(k_dim=shape.k_dim, v_dim=shape.v_dim, num_heads=shape.num_heads, num_key_heads=shape.num_key_heads)
+    return SimpleNamespace(batch=shape.batch, dtype=getattr(torch, shape.dtype), device=device, **sizes)
+
+
+def launched(plan: Plan, shape: Shape, device: torch.device) -> list[tuple[str, Tile | int]]:
+    """What a forward and a backward with this plan launch, by the names in `Launches`; "gradients" has chunks."""
+    problem = problem_of(shape, device)
+    unused = {"out"} if hopper.runs(problem, plan.transition_out) else {"transition_out"}
+    if hopper.runs(problem, plan.transition_backward):
+        unused.add("out_backward")
+    merged = hopper.merges_gradients(problem, plan.gradient_chunks)
+    if merged:
+        unused |= {"query_backward", "solve_backward", "key_backward"}
+    found = [(name, getattr(plan, name)) for name in KERNELS if name not in unused]
+    return [*found, ("pre_backward", plan.pre), *([("gradients", plan.gradient_chunks)] if merged else [])]
 
 
 def _variants(plan: Plan) -> dict[str, Plan]:
@@ -227,7 +250,8 @@ def time_all(shape: Shape, say=print) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     plan = choice_for(shape, device).plan
     sizes = (shape.num_heads, shape.num_key_heads, shape.k_dim, shape.v_dim)
-    problem = self_check.Problem(device, getattr(torch, shape.dtype), *sizes, normalize=True, has_docs=False)
+    options = dict(normalize=True, has_docs=False, in_segments=shape.segments > 1)
+    problem = self_check.Problem(device, getattr(torch, shape.dtype), *sizes, **options)
     inputs, grads = problem.example()
     expected = problem.expected(*([x if x is None else x.double() for x in xs] for xs in (inputs, grads)))
 

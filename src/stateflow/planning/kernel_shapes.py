@@ -58,9 +58,10 @@ def explicit_shapes(
         shared = count if key_heads is None else key_heads
         if shared < 1 or count % shared:
             raise ValueError(f"{count} heads are no multiple of {shared} key heads; leave --key-heads out")
-        for n in buckets:
-            segments = 1 if exact_order else walk_segments(-(-n // CHUNK), batch * count, k_dim, v_dim)
-            shapes.append(Shape(FAMILY, count, shared, k_dim, v_dim, dtype, batch, n, segments=segments))
+        # Of the length itself: its bucket may have another number of segments.
+        segments = [1 if exact_order else walk_segments(-(-n // CHUNK), batch * count, k_dim, v_dim) for n in tokens]
+        for n, parts in sorted(set(zip(map(bucket_of, tokens), segments, strict=True))):
+            shapes.append(Shape(FAMILY, count, shared, k_dim, v_dim, dtype, batch, n, segments=parts))
     return shapes
 
 

@@ -6,8 +6,8 @@ the noise stays as it is in the default plan.
 
 A Mamba-3 layer may put its projections beside the kernels: that is timed on a whole layer, of the model's width.
 
-Most of the time goes into compiling, so worker processes do that first, all for one head count at once; the lengths
-of sequences do not matter to it.
+Most of the time goes into compiling, so worker processes do that first, all at once; the lengths of sequences do not
+matter to it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from stateflow_kernels.mamba3_rule import Mamba3Plan
 from stateflow_kernels.plan_table import Entry, Environment, Shape, save
 
 Say = Callable[[str], None]
+Pair = tuple[str, Tile | int]
+Job = tuple[Shape, str, Tile | int]
 AnyPlan = Plan | Mamba3Plan
 SECONDS_A_GROUP, SECONDS_A_SHAPE = 120.0, 30.0
 
@@ -73,6 +75,7 @@ class Family:
         walks: the kernels that go through the chunks in order, of the forward and of the backward.
         backwards: what may run beside what in the backward.
         walk_out: the kernel that is walk and outputs of the forward in one, if there is one.
+        also_compiled: what a check launches besides, given the shape, those kernels' tiles and the default plan.
         has_layer: whether a layer may put its projections beside the kernels, and the bench can time one.
     """
 
@@ -81,7 +84,21 @@ class Family:
     walks: tuple[str, str]
     backwards: tuple[dict, ...]
     walk_out: str | None = None
+    also_compiled: Callable[[Shape, Mapping[str, Sequence[Tile]], AnyPlan], list[Pair]] = lambda *_: []
     has_layer: bool = False
+
+
+def _gated_delta_also_compiled(shape: Shape, tiles: Mapping[str, Sequence[Tile]], default: Plan) -> list[Pair]:
+    """Pre of the backward, and the one gradient kernel for each number of chunks; in segments all others, too."""
+    merged = default.gradient_chunks if shape.batch == 1 and shape.num_heads == shape.num_key_heads else 0
+    chunks = {merged: None}
+    if shape.segments == 1 and merged:
+        chunks |= dict.fromkeys(options["gradient_chunks"] for options in GRADIENTS)
+    found = [("pre_backward", tile) for tile in tiles.get("pre", [default.pre])]
+    if shape.segments > 1:
+        others = ["pre"] if default.transition_out.specialized else ["pre", "out", "out_backward"]
+        found += [(name, getattr(default, name)) for name in (*others, *(() if merged else _SUMS))]
+    return found + [("gradients", n) for n in chunks if n]
 
 
 def _gated_delta_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
@@ -96,7 +113,12 @@ def _mamba3_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
 
 FAMILIES = {
     "gated_delta_rule": Family(
-        KERNELS, _gated_delta_candidates, ("transition", "transition_backward"), BACKWARDS, "transition_out"
+        KERNELS,
+        _gated_delta_candidates,
+        ("transition", "transition_backward"),
+        BACKWARDS,
+        "transition_out",
+        _gated_delta_also_compiled,
     ),
     "mamba3": Family(
         mamba3_launches.KERNELS,
@@ -122,8 +144,8 @@ def candidate_tiles(kernel: str, shape: Shape, default: Tile) -> list[Tile]:
 class Bench(Protocol):
     """What the search asks of the device, for shapes that differ in `tokens` only."""
 
-    def compile(self, tiles: Sequence[tuple[str, Tile]], seconds: float) -> Mapping[tuple[str, Tile], str]:
-        """Compiles (kernel, tile) pairs within about this time; returns those that cannot be used, and why."""
+    def compile(self, jobs: Sequence[Job], seconds: float) -> Mapping[Job, str]:
+        """Compiles kernels with tiles, also for other shapes, within about this time; returns what failed, and why."""
 
     def check(self, plan: AnyPlan) -> str | None:
         """Why this plan is not right, compared with float64; None if it is."""
@@ -159,24 +181,35 @@ class Search:
     def __post_init__(self) -> None:
         self.verdicts: dict[AnyPlan, str | None] = {}
 
-    def compile(self, shape: Shape) -> dict[str, list[Tile]]:
+    def candidates(self, shape: Shape) -> dict[str, list[Tile]]:
+        """By kernel, the default first. In segments of the walks only: the others are as in the exact order."""
+        names = list(FAMILIES[shape.family].kernels)
+        if shape.segments > 1:
+            names = [name for name in names if name.startswith("transition")]
+            if not self.default.transition_out.specialized:
+                names.remove("transition_out")  # two kernels
+        return {name: candidate_tiles(name, shape, getattr(self.default, name)) for name in names}
+
+    def jobs(self, shape: Shape) -> list[list[Job]]:
+        """What there is to compile, the first of each list first."""
+        candidates = self.candidates(shape)
+        more = FAMILIES[shape.family].also_compiled(shape, candidates, self.default)
+        return [[(shape, name, tile) for tile in tiles] for name, tiles in candidates.items()] + [
+            [(shape, *pair)] for pair in more
+        ]
+
+    def usable(self, shape: Shape, failures: Mapping[Job, str]) -> dict[str, list[Tile]]:
         """The candidates of each kernel that compile and are right."""
-        kernels = FAMILIES[shape.family].kernels
-        candidates = {name: candidate_tiles(name, shape, getattr(self.default, name)) for name in kernels}
-        # The default's first, then the other kernels' second candidates and so on: useful wherever the time ends.
-        rounds = itertools.zip_longest(*([(name, tile) for tile in tiles] for name, tiles in candidates.items()))
-        pairs = [pair for batch in rounds for pair in batch if pair is not None]
-        failures = self.bench.compile(pairs, 0.6 * (self.deadline - self.clock()))
         reason = self.verdict(self.default)
         if reason is not None:
             raise ValueError(f"the default plan is not right here ({reason}); run stateflow doctor")
         usable = {}
-        for name, tiles in candidates.items():
+        for name, tiles in self.candidates(shape).items():
             usable[name] = []
             for tile in tiles:
                 reason = None
                 if tile != getattr(self.default, name):
-                    reason = failures.get((name, tile)) or self.verdict(replace(self.default, **{name: tile}))
+                    reason = failures.get((shape, name, tile)) or self.verdict(replace(self.default, **{name: tile}))
                 if reason is None:
                     usable[name].append(tile)
                 else:
@@ -194,7 +227,7 @@ class Search:
         evidence = {"date": datetime.date.today().isoformat(), "complete": True}
         plan, fastest = self.default, {}
         try:
-            for name in FAMILIES[shape.family].kernels:
+            for name in usable:
                 fastest[name] = self._kernel(name, usable[name], evidence)
                 plan = replace(plan, **{name: fastest[name][0]})
             plan = self._whole(FAMILIES[shape.family], self._checked(plan), fastest)
@@ -352,16 +385,24 @@ def tune(
 ) -> list[Entry]:
     """Tunes all shapes within about `seconds`, writing each entry as soon as it is there.
 
-    The time that is left is shared evenly among the groups of shapes that are left, then among a group's shapes.
+    The time that compiling leaves is shared evenly among the groups of shapes, then among a group's shapes.
     `dim` is the width of the model; None: that of an official Mamba-3 module with so many heads.
     """
     end = clock() + seconds
     entries, groups = [], groups_of(shapes)
+    searches = [Search(make_bench(group[0]), default_for(group[0]), say, clock, end, dim) for group in groups]
+    # The defaults first, then the second candidates of all kernels and so on: useful wherever the time ends.
+    lists = [jobs for search, group in zip(searches, groups, strict=True) for jobs in search.jobs(group[0])]
+    jobs = [job for batch in itertools.zip_longest(*lists) for job in batch if job is not None]
+    say(f"compiling {len(jobs)} variants")
+    began = clock()
+    failures = searches[0].bench.compile(jobs, 0.6 * seconds) if groups else {}
+    say(f"compiled in {clock() - began:.0f} s")
     for i, group in enumerate(groups):
+        search = searches.pop(0)  # with what it holds of the device's memory
         stop = clock() + (end - clock()) / (len(groups) - i)
-        say(f"{group[0].num_heads} heads, {group[0].k_dim} x {group[0].v_dim}, {group[0].dtype}: compiling")
-        search = Search(make_bench(group[0]), default_for(group[0]), say, clock, stop, dim)
-        usable = search.compile(group[0])
+        say(f"{group[0].num_heads} heads, {group[0].k_dim} x {group[0].v_dim}, {group[0].dtype}:")
+        usable = search.usable(group[0], failures)
         for j, shape in enumerate(group):
             search.deadline = clock() + (stop - clock()) / (len(group) - j)
             say(f"{shape}:")
@@ -394,9 +435,10 @@ def run(
         save(path, environment, [])  # refuses now, not after the measurements
 
     def default_for(shape: Shape) -> AnyPlan:
-        dtype = getattr(torch, shape.dtype)
-        plan = plans.fallback_plan(device, dtype, shape.k_dim, shape.v_dim, shape.family)
-        return plan if shape.segments == 1 else plans.in_segments(plan, shape.segments, shape.v_dim)
+        if shape.segments > 1:  # what runs without an entry
+            plan = plans.choice_for(replace(shape, segments=1), device).plan
+            return plans.in_segments(plan, shape.segments, shape.v_dim)
+        return plans.fallback_plan(device, getattr(torch, shape.dtype), shape.k_dim, shape.v_dim, shape.family)
 
     if seconds is None:
         seconds = SECONDS_A_GROUP * len(groups_of(shapes)) + SECONDS_A_SHAPE * len(shapes)

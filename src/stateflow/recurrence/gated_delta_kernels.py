@@ -46,30 +46,12 @@ def _choose_plan(q_BTHK: Tensor, v_BTHV: Tensor, has_docs: bool, normalize: bool
     from stateflow_kernels.plans import plan_for
 
     batch, num_tokens, num_heads, v_dim = v_BTHV.shape
-    problem = self_check.Problem(
-        device=v_BTHV.device,
-        dtype=v_BTHV.dtype,
-        batch=batch,
-        num_heads=num_heads,
-        num_key_heads=q_BTHK.shape[2],
-        k_dim=q_BTHK.shape[3],
-        v_dim=v_dim,
-        normalize=normalize,
-        has_docs=has_docs,
-    )
-    plan = plan_for(
-        "gated_delta_rule",
-        device=v_BTHV.device,
-        dtype=v_BTHV.dtype,
-        batch=batch,
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        num_key_heads=problem.num_key_heads,
-        k_dim=problem.k_dim,
-        v_dim=v_dim,
-        num_segments=num_segments,
-    )
-    return self_check.checked_plan(problem, plan)
+    sizes = dict(num_heads=num_heads, num_key_heads=q_BTHK.shape[2], k_dim=q_BTHK.shape[3], v_dim=v_dim)
+    common = dict(device=v_BTHV.device, dtype=v_BTHV.dtype, batch=batch, **sizes)
+    plan = plan_for("gated_delta_rule", num_tokens=num_tokens, num_segments=num_segments, **common)
+    # Of the plan, which may be one that was asked for whatever the shape.
+    options = dict(normalize=normalize, has_docs=has_docs, in_segments=plan.num_segments > 1)
+    return self_check.checked_plan(self_check.Problem(**common, **options), plan)
 
 
 def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -67,7 +67,7 @@ class Problem:
     def example(self) -> tuple[list[Tensor | None], list[Tensor]]:
         batch = self_check.example_batch(self.batch, self.num_heads)
         inputs, grads = random_inputs(self, batch, self_check.NUM_TOKENS, *self_check.random_numbers())
-        return [*inputs, self_check.example_documents(batch) if self.has_docs else None], grads
+        return [*inputs, self_check.example_documents(batch, self_check.NUM_TOKENS) if self.has_docs else None], grads
 
     def expected(self, inputs: list[Tensor | None], grads: list[Tensor]) -> list[Tensor]:
         options = (NORM_EPS, A_FLOOR, KERNEL_CHUNK)

@@ -22,6 +22,9 @@ from torch import Tensor
 logger = logging.getLogger("stateflow")
 
 NUM_TOKENS = 130  # two kernel chunks and a little of a third
+# Of walks in segments: the middle ones' maps are composed twice, each of two chunks; the last segment has three, and
+# ends inside one. How many there are is no matter of compilation, so those of longer sequences are not needed.
+MOST_SEGMENTS, NUM_TOKENS_IN_SEGMENTS = 4, 8 * 64 + 20
 MOST_HEADS = 64  # with a larger batch the check takes one sequence
 EPS = 1e-6
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
@@ -72,9 +75,12 @@ class Problem:
     has_docs: bool
     # Only shares out the programs: what passed for one batch size passed for all.
     batch: int = dataclasses.field(default=1, compare=False)
+    # Whether the plan's walks go through several segments at once.
+    in_segments: bool = False
 
     def __str__(self) -> str:
-        options = [name for name, on in (("normalised", self.normalize), ("documents", self.has_docs)) if on]
+        flags = (("normalised", self.normalize), ("documents", self.has_docs), ("in segments", self.in_segments))
+        options = [name for name, on in flags if on]
         return (
             f"{self.num_heads} heads of {self.num_key_heads}, K = {self.k_dim}, V = {self.v_dim}, "
             f"{', '.join([str(self.dtype).removeprefix('torch.'), *options])}"
@@ -95,16 +101,26 @@ class Problem:
 
     def example(self) -> tuple[list[Tensor | None], list[Tensor]]:
         normal, uniform = random_numbers()
-        batch = example_batch(self.batch, self.num_heads)
+        batch, tokens = example_batch(self.batch, self.num_heads), NUM_TOKENS
+        if self.in_segments:
+            tokens = NUM_TOKENS_IN_SEGMENTS
         heads, k_dim, v_dim = self.num_heads, self.k_dim, self.v_dim
-        q, k = (normal(batch, NUM_TOKENS, self.num_key_heads, k_dim) for _ in range(2))
+        q, k = (normal(batch, tokens, self.num_key_heads, k_dim) for _ in range(2))
         if not self.normalize:
             q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-        v, grad_o = (normal(batch, NUM_TOKENS, heads, v_dim).to(self.dtype) for _ in range(2))
-        g, beta = -uniform(batch, NUM_TOKENS, heads), uniform(batch, NUM_TOKENS, heads)
-        g[:, 64:128] *= 0.02  # something of the state comes through a whole chunk
+        v, grad_o = (normal(batch, tokens, heads, v_dim).to(self.dtype) for _ in range(2))
+        g, beta = -uniform(batch, tokens, heads), uniform(batch, tokens, heads)
+        if self.in_segments:  # half of the state comes through a segment; few dimensions are soon written over
+            g[:, 4:] *= 0.005
+            beta *= min(1.0, k_dim / 64)
+        else:  # something of the state comes through a whole chunk
+            g[:, 64:128] *= 0.02
         state, grad_state = (normal(batch, heads, k_dim, v_dim) for _ in range(2))
-        doc_start = example_documents(batch) if self.has_docs else None
+        doc_start = None
+        if self.has_docs:
+            doc_start = example_documents(batch, tokens)
+            if self.in_segments:
+                doc_start[:, 200:] = 200  # in the second segment
         return [q.to(self.dtype), k.to(self.dtype), v, g, beta, state, doc_start], [grad_o, grad_state]
 
     def _options(self) -> tuple[float, float | None]:
@@ -119,6 +135,8 @@ class Problem:
     def launch(self, inputs: list[Tensor | None], grads: list[Tensor], plan) -> list[Tensor]:
         from stateflow_kernels import gated_delta_rule as kernels
 
+        # Fewer segments are other launches, more are not.
+        plan = dataclasses.replace(plan, num_segments=min(plan.num_segments, MOST_SEGMENTS))
         options = (*self._options(), plan)
         output, state, kept = kernels.forward(*inputs, *options)
         return [output, state, *kernels.backward(*grads, *inputs, kept, *options)]
@@ -234,9 +252,9 @@ def example_batch(batch: int, num_heads: int) -> int:
     return batch if batch * num_heads <= MOST_HEADS else 1
 
 
-def example_documents(batch: int) -> Tensor:
+def example_documents(batch: int, num_tokens: int) -> Tensor:
     """One document from before the call, which ends inside a kernel chunk, then two more."""
-    starts = [-3] * 40 + [40] * 20 + [60] * (NUM_TOKENS - 60)
+    starts = [-3] * 40 + [40] * 20 + [60] * (num_tokens - 60)
     return torch.tensor([starts] * batch, dtype=torch.int64, device="cpu")
 
 
