@@ -52,7 +52,8 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
         print(f"not searched: {line}")
     stages = open_stages(options, scenario, overrides, device)
     try:
-        profiled = Profiler(config, stages, cache, budget).run(chosen_variants, promising(entry, limit, budget))
+        profiler = Profiler(config, stages, cache, budget, options.lengths)
+        profiled = profiler.run(chosen_variants, promising(entry, limit, budget))
     finally:
         stages.close()
     entries, fit = [], []
@@ -123,6 +124,15 @@ def refuse(options: argparse.Namespace, scenario: Scenario) -> None:
             f"[parallelism] tensor_parallel_degree = {job.tensor_parallel}: its stages take as many GPUs to measure, "
             f"here {'is' if here == 1 else 'are'} {here}; set it to {here}, or use --analytic"
         )
+    lengths, multiple = options.lengths, job.multiple or 1
+    if lengths is None:
+        return
+    wrong = [n for n in lengths if not 0 < n <= job.seq_len or n % multiple]
+    if wrong or len(set(lengths)) < 2:
+        raise ValueError(
+            f"--lengths {' '.join(map(str, lengths))}: give two or more lengths of chunks, up to the sequence's "
+            f"{job.seq_len} tokens" + (f" and multiples of {multiple}" if multiple > 1 else "")
+        )
 
 
 def searched_variants(options: argparse.Namespace, scenario: Scenario):
@@ -189,11 +199,11 @@ class Profiler:
     """Measures all kinds of stages of some variants: a few points first, the rest where it may matter.
 
     The few of the first variant may take the whole ``budget``, without which there would be no plan at all; all others
-    their share of it.
+    their share of it. With ``lengths`` chunks of these are measured, of every variant, and no others.
     """
 
-    def __init__(self, config, stages, cache, budget):
-        self.config, self.stages, self.cache, self.budget = config, stages, cache, budget
+    def __init__(self, config, stages, cache, budget, lengths: Sequence[int] | None = None):
+        self.config, self.stages, self.cache, self.budget, self.lengths = config, stages, cache, budget, lengths
         self.done = self.total = 0
         self.counted: dict[str, int] = {}  # points of a kind of stage that ``done`` holds already
 
@@ -205,18 +215,19 @@ class Profiler:
         from stateflow.planning.profile import coarse
 
         kinds = [self.kinds(variant) for variant in variants]
-        few = [{same: (key, run, (coarse(wanted[0]), [])) for same, (key, run, wanted) in of} for of in kinds]
+        rough = (lambda fitted: fitted) if self.lengths else coarse
+        few = [{same: (key, run, (rough(wanted[0]), [])) for same, (key, run, wanted) in of} for of in kinds]
         self.total = sum(len(wanted[0]) for of in few for _, _, wanted in of.values())
         found = []
         for number, of in enumerate(few):
             budget = self.budget.share(MEASURING) if number else self.budget
             found.append({same: self.profile(*kind, budget) for same, kind in of.items()})
         usable = [all(profile.usable for profile in profiles.values()) for profiles in found]
-        rough = [
+        known = [
             [profiles[same] for same, _ in of] if good else None
             for profiles, of, good in zip(found, kinds, usable, strict=True)
         ]
-        closer = promising(variants, rough) if any(usable) else []
+        closer = promising(variants, known) if any(usable) and not self.lengths else []
         more = [dict(kinds[number]) for number in closer]
         self.total += sum(
             len(fitted) - len(coarse(fitted)) + len(held) for of in more for _, _, (fitted, held) in of.values()
@@ -236,7 +247,7 @@ class Profiler:
         import math
 
         from stateflow.planning.costs import stage_costs
-        from stateflow.planning.profile import points_to_measure
+        from stateflow.planning.profile import points_of, points_to_measure
 
         job, layers = variant.job, variant.job.model.layer_kinds()
         cuts = [_lengths(job, count, skew) for skew in (0.0, 1.0, 1.25) for count in (2, 32)]
@@ -249,7 +260,11 @@ class Profiler:
         for part, costs in zip(job.parts, stage_costs(job), strict=True):
             own = tuple(layers[int(name.removeprefix("layers."))] for name in part if name.startswith("layers."))
             same = (own, "tok_embeddings" in part, "output" in part)
-            wanted = points_to_measure(job.seq_len, shortest, costs.footprint.window_bytes_per_token > 0, multiple)
+            reads_prefix = costs.footprint.window_bytes_per_token > 0
+            if self.lengths:
+                wanted = points_of(self.lengths, job.seq_len, reads_prefix), []
+            else:
+                wanted = points_to_measure(job.seq_len, shortest, reads_prefix, multiple)
 
             def measure(start: int, length: int, part=part):
                 return self.stages.measure(job, part, variant.split, start, length)
@@ -294,6 +309,7 @@ def key_facts(config, job, same, split: bool) -> dict:
         "tensor_parallel": job.tensor_parallel,
         "sequence_parallel_norms": config.stateflow.sequence_parallel_norms,
         "compile": config.compile.enable,
+        "cuda_graphs": config.stateflow.cuda_graphs and job.recompute == "full",
         "backend": job.model.backend,
         "reset_at_documents": config.stateflow.reset_at_documents,
         "torch": torch.__version__,

@@ -4,9 +4,8 @@ A stage's time at (start, length) is taken apart into its layers and its head:
 
     layers(target) = layers(measured) * work(target) / work(measured),      head = last stage - its layers
 
-where ``work`` is counted (eq. 9): only the *ratio* of two counts of the same kinds of layers enters.  A chunk longer
-than anything measured is summed from pieces of the longest measured length: eq. 9 is additive.  Memory of units scales
-by the same kind of ratio.
+where ``work`` is counted (eq. 9): only the *ratio* of two counts of the same kinds of layers enters.  Memory of units
+scales by the same kind of ratio.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from stateflow.pipeline.accounting import StageFootprint
 from stateflow.pipeline.schedule import Kind
 from stateflow.planning.analytic import Analytic
 from stateflow.planning.costs import StageCost, stage_cost
-from stateflow.planning.profile import Cache, CostSurface, StageProfile
+from stateflow.planning.profile import Cache, StageProfile
 from stateflow.planning.search import with_measured_memory
 
 Composition = tuple[tuple[str, ...], bool, bool]  # kinds of the layers, embeds tokens, has the head
@@ -42,6 +41,7 @@ def measured_stages(cache: Cache, facts: dict) -> tuple[dict[Composition, StageP
     found: dict[str, dict[Composition, StageProfile]] = {}
     others = set()
     for key, about in cache.described().items():
+        about = {"cuda_graphs": False, **about}  # older caches do not say
         wrong = [f"{n} = {about.get(n)}" for n in facts if n not in free and about.get(n) != facts[n]]
         if wrong:
             others.add(", ".join(wrong))
@@ -101,19 +101,19 @@ class Scaled(Analytic):
         start, stop = plan.span(chunk)
         which = self._wanted[stage_index]
         if which in self._surfaces:
-            return _at(self._surfaces[which][kind], start, stop - start)
+            return self._surfaces[which][kind].seconds(start, stop - start)
         span = (kind, start, stop - start)
         seconds = self._layers(self._work(kind, self.stages[stage_index], *span[1:]), span)
         if which[2]:
             end = self._counted[self._end]
-            whole = _at(self._surfaces[self._end][kind], *span[1:])
+            whole = self._surfaces[self._end][kind].seconds(*span[1:])
             seconds += max(0.0, whole - self._layers(self._work(kind, end, *span[1:]), span))
         return seconds
 
     def _layers(self, work: float, span: tuple[Kind, int, int]) -> float:
         kind, start, length = span
         reference = self._work(kind, self._counted[self._plain], start, length)
-        return _at(self._surfaces[self._plain][kind], start, length) * work / reference
+        return self._surfaces[self._plain][kind].seconds(start, length) * work / reference
 
     def _with_memory(self, stage: StageCost, which: Composition, profiles) -> StageCost:
         """The stage with counted bytes of units in the ratio that was measured to counted, where a GPU has counted."""
@@ -123,21 +123,13 @@ class Scaled(Analytic):
         if measured is counted:
             return stage
         scaled = {n: _ratio(stage.footprint, counted.footprint, measured.footprint, n) for n in _MEASURED_BYTES}
-        return replace(stage, footprint=replace(stage.footprint, working_bytes=0, **scaled))
+        constant = measured.footprint.working_bytes  # of the head and the embedding: as large in any stage
+        return replace(stage, footprint=replace(stage.footprint, working_bytes=constant, **scaled))
 
 
 def _ratio(target: StageFootprint, counted: StageFootprint, measured: StageFootprint, name: str) -> int:
     before = getattr(counted, name)
     return round(getattr(target, name) * getattr(measured, name) / before) if before else getattr(measured, name)
-
-
-def _at(surface: CostSurface, start: int, length: int) -> float:
-    longest = surface.lengths[-1]
-    seconds = 0.0
-    while length > longest:
-        seconds += surface.seconds(start, longest)
-        start, length = start + longest, length - longest
-    return seconds + surface.seconds(start, length)
 
 
 def describe(which: Composition) -> str:

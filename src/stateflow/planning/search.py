@@ -84,13 +84,22 @@ class Measured(Analytic):
 
 
 def with_measured_memory(stage, profile: StageProfile):
-    """The stage with what its largest measured chunk saved and needed, where a GPU has counted it."""
+    """The stage with what its largest measured chunks saved and needed, where a GPU has counted it.
+
+    What a backward needs is a line through the two longest: the head's and the embedding's gradients do not grow.
+    """
     seen = [p for p in profile.points if not p.failed and p.saved_bytes is not None]
     # A chunk at 0 allocates the K/V window, too: look at others where there are some.
     seen = [p for p in seen if p.start] or seen
     if not seen:
         return stage
-    largest = max(seen, key=lambda p: p.length)
+    by_length = {p.length: p for p in seen}
+    *shorter, largest = (by_length[n] for n in sorted(by_length))
+    constant = 0
+    if shorter:
+        slope = (largest.backward_bytes - shorter[-1].backward_bytes) / (largest.length - shorter[-1].length)
+        constant = round(largest.backward_bytes - max(0.0, slope) * largest.length)
+        constant = max(0, constant)
     footprint = stage.footprint
     saved = max(0, largest.saved_bytes - footprint.carry_bytes)
     return replace(
@@ -98,9 +107,9 @@ def with_measured_memory(stage, profile: StageProfile):
         footprint=replace(
             footprint,
             saved_bytes_per_token=-(-saved // largest.length),
-            forward_bytes_per_token=-(-max(0, largest.forward_bytes) // largest.length),
-            backward_bytes_per_token=-(-max(0, largest.backward_bytes) // largest.length),
-            working_bytes=0,  # is in the measured figures
+            forward_bytes_per_token=-(-max(0, largest.forward_bytes - constant) // largest.length),
+            backward_bytes_per_token=-(-max(0, largest.backward_bytes - constant) // largest.length),
+            working_bytes=constant,
         ),
     )
 
