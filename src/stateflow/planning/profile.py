@@ -152,8 +152,7 @@ class CostSurface:
 
     At one length the cost is a line in the start (a prefix costs in proportion to its length); between lengths the
     line's offset follows a parabola, kept within its neighbours, and its slope is linear. So eq. 9, with any constant
-    on top, is met exactly. A chunk longer than any measured one is summed from pieces of that length: eq. 9 is
-    additive.
+    on top, is met exactly. A chunk longer than any measured one is summed from equal pieces: eq. 9 is additive.
     """
 
     def __init__(self, points: Sequence[tuple[int, int, float]]):
@@ -174,11 +173,9 @@ class CostSurface:
         ]
 
     def seconds(self, start: int, length: int) -> float:
-        longest, seconds = self.lengths[-1], 0.0
-        while length > longest:
-            seconds += self._within(start, longest)
-            start, length = start + longest, length - longest
-        return seconds + self._within(start, length)
+        pieces = max(1, -(-length // self.lengths[-1]))
+        cuts = [start + length * i // pieces for i in range(pieces + 1)]
+        return sum(self._within(cut, until - cut) for cut, until in zip(cuts, cuts[1:], strict=False))
 
     def _within(self, start: int, length: int) -> float:
         """Of a chunk no longer than the longest measured one."""
