@@ -5,9 +5,10 @@
 
 Runs the rank's stage over all its units in the order of the schedule, random activations and gradients in the place of
 messages, then the optimizer. Prints the seconds from first to last unit, the peak of allocated and reserved memory,
-what is counted, and the MFU that the whole pipeline had if each rank took as long and none ever waited. Neither waiting
-nor the memory and time of messages is in it. Other arguments are keys of the config; `--ranks` replaces its degree.
-Lack of memory is a result: it says how far the step came.
+what is predicted by counts, or by the stages that `stateflow plan` has measured in `--cache`, and the MFU that the
+whole pipeline had if each rank took as long and none ever waited. Neither waiting nor the memory and time of messages
+is in it. Other arguments are keys of the config; `--ranks` replaces its degree. Lack of memory is a result: it says how
+far the step came.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch
 import stateflow.titan  # noqa: F401
 from stateflow.chunks import ChunkPlan
 from stateflow.commands import read_config
+from stateflow.commands.plan_measured import key_facts
 from stateflow.loss import cross_entropy_sum
 from stateflow.model import flops_per_token
 from stateflow.pipeline.schedule import Action, Kind
@@ -26,6 +28,8 @@ from stateflow.pipeline.stage import ChunkStage
 from stateflow.planning.analytic import Analytic
 from stateflow.planning.devices import GIB, device_named
 from stateflow.planning.job import Job
+from stateflow.planning.profile import Cache
+from stateflow.planning.scaling import Scaled, measured_stages, memory_of
 from stateflow.titan.config import make_plan
 from stateflow.titan.planning import job_of, stage_module
 
@@ -88,12 +92,22 @@ def warm_up(rank: Rank, plan: ChunkPlan, splits: bool) -> None:
     rank.update()
 
 
+def predictor(config, job: Job, cache: Path | None) -> Analytic:
+    device = device_named(None)
+    if cache is None:
+        return Analytic(job, device)
+    points, facts = Cache(cache), key_facts(config, job, None, False)
+    profiles, _ = measured_stages(points, facts)
+    return Scaled(job, device).use(profiles, memory_of(points, facts, profiles))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--cache", type=Path)
     options, keys = parser.parse_known_args(arguments)
     config = read_config(options.config, keys, options.ranks)
     job, plan = job_of(config), make_plan(config)
@@ -101,11 +115,14 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"one stage a rank, no tensor parallelism, and a rank below {job.num_ranks}")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    counts = Analytic(job, device_named(None))
-    schedule = counts.schedule(job.policy, plan.num_chunks)
+    costs = predictor(config, job, options.cache)
+    schedule = costs.schedule(job.policy, plan.num_chunks)
     actions = schedule.table[options.rank]
-    counted = counts.peak_bytes(schedule, plan)[options.rank] / GIB
-    print(f"{job.describe()}\nrank {options.rank}, {job.policy}, {plan}, {len(actions)} actions", flush=True)
+    predicted = sum(map(costs.cost(plan), actions))
+    gib = costs.peak_bytes(schedule, plan)[options.rank] / GIB
+    print(f"{job.describe()}\nrank {options.rank}, {job.policy}, {plan}, {len(actions)} actions")
+    print(f"predicted by {'counts' if options.cache is None else options.cache}: {predicted:.3f} s of units, peak "
+          f"{gib:.1f} GiB", flush=True)  # fmt: skip
 
     torch.manual_seed(0)
     done = 0
@@ -130,14 +147,14 @@ def main(arguments: list[str] | None = None) -> int:
             rank.update()
             updated = rank.now() - begin - seconds
             tokens = job.seq_len * job.num_microbatches * job.microbatch_size
-            mfu = flops_per_token(job.model, job.seq_len) * tokens / job.num_ranks / seconds / counts.device.flops
+            mfu = flops_per_token(job.model, job.seq_len) * tokens / job.num_ranks / seconds / costs.device.flops
             print(f"step {step}: {seconds:.3f} s of units, {updated:.3f} s of optimizer, {tokens / seconds:,.0f} "
                   f"tokens/s through this rank, MFU {mfu:.1%} if no rank ever waited", flush=True)  # fmt: skip
     except torch.OutOfMemoryError as error:
         print(f"out of memory after {done} of {len(actions)} actions: {str(error)[:200]}")
     if on_gpu:
         peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
-        print(f"peak {peak:.1f} GiB allocated, {reserved:.1f} reserved; counted {counted:.1f}")
+        print(f"peak {peak:.1f} GiB allocated, {reserved:.1f} reserved")
     return 0 if done == len(actions) else 1
 
 

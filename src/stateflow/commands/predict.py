@@ -168,7 +168,7 @@ class Source:
         """An ``Analytic`` of the job."""
         from stateflow.commands.plan_measured import key_facts
         from stateflow.planning.analytic import Analytic
-        from stateflow.planning.scaling import Scaled, describe, measured_stages
+        from stateflow.planning.scaling import Scaled, describe, measured_stages, memory_of
 
         if not self.caches:
             device = device_named(self.device or PAPERS_DEVICE)
@@ -190,7 +190,7 @@ class Source:
                 raise ValueError(f"{cache.path}: measured on {where}, which is not in the table: say --device")
             stages = "; ".join(map(describe, profiles))
             self.used[flavor] = f"measured on {where}: stages of {stages}"
-            return Scaled(job, device_named(name), self.limit).use(profiles)
+            return Scaled(job, device_named(name), self.limit).use(profiles, memory_of(cache, facts, profiles))
         raise ValueError("; ".join(missing))
 
 

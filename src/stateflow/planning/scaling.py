@@ -61,11 +61,29 @@ def measured_stages(cache: Cache, facts: dict) -> tuple[dict[Composition, StageP
     return found[device], device
 
 
+def memory_of(cache: Cache, facts: dict, profiles: dict[Composition, StageProfile]) -> dict[Composition, StageProfile]:
+    """``profiles``, and in the place of stages with recorded layers the same without, where they were measured.
+
+    What a recorded layer works in belongs to its CUDA graph, and the allocator counts it as nobody's.
+    """
+    if not facts["cuda_graphs"]:
+        return profiles
+    try:
+        return {**profiles, **measured_stages(cache, {**facts, "cuda_graphs": False})[0]}
+    except ValueError:
+        return profiles
+
+
 class Scaled(Analytic):
     """``Analytic`` on the measured stages of ``use``, for any number of ranks."""
 
-    def use(self, profiles: Mapping[Composition, StageProfile]) -> Scaled:
-        """Raises ValueError without a stage that has layers and no head, or if a head is needed and none measured."""
+    def use(
+        self, profiles: Mapping[Composition, StageProfile], memory: Mapping[Composition, StageProfile] | None = None
+    ) -> Scaled:
+        """Times of ``profiles``, and bytes of ``memory``, the same if None.
+
+        Raises ValueError without a stage that has layers and no head, or if a head is needed and none measured.
+        """
         kinds = self.job.model.layer_kinds()
         self._surfaces = {which: profile.surfaces() for which, profile in profiles.items()}
         plain = [which for which in profiles if which[0] and not which[2]]
@@ -80,7 +98,7 @@ class Scaled(Analytic):
         self._plain, self._end = max(plain, key=lambda w: len(w[0])), (ends or [None])[0]
         self._wanted = wanted
         for number, which in enumerate(wanted):
-            self.stages[number] = self._with_memory(self.stages[number], which, profiles)
+            self.stages[number] = self._with_memory(self.stages[number], which, memory or profiles)
         return self
 
     def _count(self, which: Composition, kinds: Sequence[str]) -> StageCost:
