@@ -4,11 +4,11 @@
     python studies/unit_kernels.py titan_configs/gdn_3b_2gpu.toml --names 20 --stateflow.no-cuda-graphs \
         --activation-checkpoint.mode none
 
-Runs three chunks of each length, forward and then backward with the config's recomputation, through layers of the model
-on one GPU. Prints milliseconds per 65,536 tokens: `wall` from begin to end without a profiler, so with all waiting, then
-of kernels, in all and by kind, and the MFU of these layers if the GPU never waited. `--names`: also that many kernels by
-name, the dearest first, in front how many of them a layer runs for a chunk. Other arguments are keys of the config.
-Nothing is sent.
+Runs three chunks of each length, forward and then backward with the config's recomputation, through layers of the
+model on one GPU. Prints milliseconds per 65,536 tokens: `wall` from begin to end without a profiler, so with all
+waiting, then of kernels, in all and by kind, and the MFU of these layers if the GPU never waited. `--names`: also that
+many kernels by name, the dearest first, in front how many of them a layer runs for a chunk. Other arguments are keys of
+the config. Nothing is sent.
 """
 
 import argparse

@@ -58,7 +58,7 @@ class LocalStages:
 
     def release(self) -> None:
         self._built = self._module = None
-        gc.collect()  # a module with working weights is part of cycles; its memory would go in the midst of a measurement
+        gc.collect()  # the module is part of cycles: its memory would go in the midst of a later measurement
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
