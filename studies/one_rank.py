@@ -29,7 +29,7 @@ from stateflow.planning.analytic import Analytic
 from stateflow.planning.devices import GIB, device_named
 from stateflow.planning.job import Job
 from stateflow.planning.profile import Cache
-from stateflow.planning.scaling import Scaled, measured_stages, memory_of
+from stateflow.planning.scaling import Scaled, measured_stages, without_graphs
 from stateflow.titan.config import make_plan
 from stateflow.titan.planning import job_of, stage_module
 
@@ -98,7 +98,7 @@ def predictor(config, job: Job, cache: Path | None) -> Analytic:
         return Analytic(job, device)
     points, facts = Cache(cache), key_facts(config, job, None, False)
     profiles, _ = measured_stages(points, facts)
-    return Scaled(job, device).use(profiles, memory_of(points, facts, profiles))
+    return Scaled(job, device).use(profiles, without_graphs(points, facts))
 
 
 def main(arguments: list[str] | None = None) -> int:

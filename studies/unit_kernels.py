@@ -74,8 +74,8 @@ def kernel_times(stage: ChunkStage, length: int, dim: int, dtype: torch.dtype) -
 
 def by_kind(times: collections.Counter) -> collections.Counter:
     kinds = collections.Counter()
-    for name, time in times.items():
-        kinds[next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))] += time
+    for name, micros in times.items():
+        kinds[next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))] += micros
     return kinds
 
 

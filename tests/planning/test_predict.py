@@ -20,7 +20,7 @@ from stateflow.planning import paper
 from stateflow.planning.analytic import Analytic
 from stateflow.planning.devices import DEVICES
 from stateflow.planning.profile import Cache, Point, StageProfile
-from stateflow.planning.scaling import Scaled, composition, measured_stages, memory_of
+from stateflow.planning.scaling import Scaled, composition, measured_stages, without_graphs
 from stateflow.planning.search import with_measured_memory
 from stateflow.planning.variants import variants
 from stateflow.titan.planning import job_of, part_names
@@ -223,34 +223,44 @@ def test_steps_in_each_recomputation_mode(capsys, tmp_path):
     assert all("| OOM | - | (" in row and "| nothing fits | - | - | - | - | - | - | - |" in row for row in rows)
 
 
-def test_layers_in_cuda_graphs_are_another_measurement(tmp_path):
+def test_layers_in_cuda_graphs_are_another_measurement(tmp_path, capsys):
     config, job = job_on(2)
     recorded = copy.deepcopy(config)
     recorded.stateflow.cuda_graphs = True
     facts, eager = key_facts(recorded, job, None, False), key_facts(config, job, None, False)
-    cache = cache_of(tmp_path / "cache.json", cuda_graphs=True)
-    assert measured_stages(cache, facts)
+    assert not key_facts(recorded, job.with_recompute("none"), None, False)["cuda_graphs"]  # has no recorded layers
+    path = tmp_path / "cache.json"
+    cache = cache_of(path, cuda_graphs=True)
+    assert measured_stages(cache, facts) and without_graphs(cache, facts) is None
     with pytest.raises(ValueError, match="it has cuda_graphs = True"):
         measured_stages(cache, eager)
-    # Bytes are those of layers that are not recorded, where there are some: graphs hide what they work in.
-    profiles, _ = measured_stages(cache, facts)
-    assert memory_of(cache, facts, profiles) is profiles
-    both = Cache(tmp_path / "cache.json")
+
+    # Without graphs long chunks are faster, short ones slower, and all that a layer works in is counted.
     for number, (which, profile) in enumerate(profiles_on(2, with_memory=True).items()):
-        both.describe(f"eager{number}", {**eager, "stage": which, "device": "NVIDIA H200", "torch": "2.11"})
-        for point in profile.points:
-            both.put(f"eager{number}", point)
-    assert measured_stages(both, facts)[0] == profiles
-    assert memory_of(both, facts, profiles) == measured_stages(both, eager)[0] != profiles
-    scaled = Scaled(job, DEVICE).use(profiles, memory_of(both, facts, profiles))
-    counted = Analytic(job, DEVICE).stages[0].footprint
-    assert scaled.stages[0].footprint.saved_bytes_per_token == pytest.approx(
-        SAVED * counted.saved_bytes_per_token, rel=1e-3
-    )
-    for about in cache.points.values():  # a file of before this was told apart
+        cache.describe(f"eager{number}", {**eager, "stage": which, "device": "NVIDIA H200", "torch": "2.11"})
+        for p in profile.points:
+            slower = 0.95 if p.length > 1024 else 2.0
+            times = dict(forward=slower * p.forward, backward=slower * p.backward)
+            cache.put(f"eager{number}", dataclasses.replace(p, **times))
+    assert without_graphs(cache, facts) == measured_stages(cache, eager)[0] != measured_stages(cache, facts)[0]
+    call = ["predict", str(HYBRID), "--cache", str(path), "--tokens", "8192", "--microbatches", "4", "--ranks", "2"]
+    call += ["--stateflow.num_chunks=4", "--skew", "0", "--num-chunks"]
+
+    def only(*more: str) -> dict:
+        assert main([*call, *more, "--json"]) == 0
+        (one,) = json.loads(capsys.readouterr().out)["settings"]
+        return one
+
+    long, short, plain = only("4", "--stateflow.cuda_graphs"), only("8", "--stateflow.cuda_graphs"), only("8")
+    assert (long["graphs"], short["graphs"], plain["graphs"]) == (False, True, False)
+    assert short["seconds"] < 0.6 * plain["seconds"] and long["whole_seconds"] == plain["whole_seconds"]
+    assert short["rank_bytes"] == plain["rank_bytes"]
+    assert main([*call, "8", "--stateflow.cuda_graphs"]) == 0
+    assert "| 8, 0, graphs |" in capsys.readouterr().out
+
+    for about in cache.points.values():  # a file of before these were told apart
         about.pop("cuda_graphs", None)
     assert measured_stages(cache, eager)
-    assert not key_facts(recorded, job.with_recompute("none"), None, False)["cuda_graphs"]  # has no recorded layers
 
 
 def test_memory_of_backwards_is_a_line():

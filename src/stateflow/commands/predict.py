@@ -14,10 +14,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stateflow.commands import read_config
 from stateflow.planning.devices import DEVICES, GIB, device_named
 from stateflow.planning.job import RECOMPUTE_MODES
+
+if TYPE_CHECKING:
+    from stateflow.planning.analytic import Analytic
 
 SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
 PAPERS_DEVICE = "a100"
@@ -86,6 +90,7 @@ class Prediction:
     whole_rank_bytes: tuple[int, ...]  # also if it does not fit
     num_chunks: int | None = None
     skew: float | None = None
+    graphs: bool | None = None
     seconds: float | None = None
     bubble: float | None = None
     rank_bytes: tuple[int, ...] | None = None
@@ -164,11 +169,14 @@ class Source:
         self.limit = None if options.memory is None else options.memory * GIB
         self.used: dict[str, str] = {}  # by flavor in words
 
-    def costs(self, flavor: str, job_config, job):
-        """An ``Analytic`` of the job."""
+    def costs(self, flavor: str, job_config, job) -> dict[bool, Analytic]:
+        """An ``Analytic`` of the job: with layers in CUDA graphs (True), without (False), or each where both are known.
+
+        A config with ``cuda_graphs`` may use them; one without does not.
+        """
         from stateflow.commands.plan_measured import key_facts
         from stateflow.planning.analytic import Analytic
-        from stateflow.planning.scaling import Scaled, describe, measured_stages, memory_of
+        from stateflow.planning.scaling import Scaled, describe, measured_stages, without_graphs
 
         if not self.caches:
             device = device_named(self.device or PAPERS_DEVICE)
@@ -177,7 +185,7 @@ class Source:
                 f"({device.dense_fraction:.0%} in matrix products, {device.attention_fraction:.0%} in attention, "
                 f"{device.recurrence_fraction:.0%} in recurrences)"
             )
-            return Analytic(job, device, self.limit)
+            return {False: Analytic(job, device, self.limit)}
         facts, missing = key_facts(job_config, job, None, False), []
         for cache in self.caches:
             try:
@@ -190,7 +198,11 @@ class Source:
                 raise ValueError(f"{cache.path}: measured on {where}, which is not in the table: say --device")
             stages = "; ".join(map(describe, profiles))
             self.used[flavor] = f"measured on {where}: stages of {stages}"
-            return Scaled(job, device_named(name), self.limit).use(profiles, memory_of(cache, facts, profiles))
+            eager = without_graphs(cache, facts)
+            found = {} if eager is None else {False: Scaled(job, device_named(name), self.limit).use(eager)}
+            if facts["cuda_graphs"]:
+                found[True] = Scaled(job, device_named(name), self.limit).use(profiles, eager)
+            return found
         raise ValueError("; ".join(missing))
 
 
@@ -243,22 +255,29 @@ def predict(options: argparse.Namespace, source: Source, flavor: str, job_config
     flops = flops_per_token(job.model, job.seq_len) * job.seq_len / devices
     found = []
     for count in options.microbatches:
-        costs = source.costs(flavor, job_config, dataclasses.replace(job, num_microbatches=count))
-        whole = costs.cell(1, 0.0)
-        best = best_cell([costs.cell(n, a) for n in options.num_chunks for a in (options.skew if hybrid else [0.0])])
+        known = source.costs(flavor, job_config, dataclasses.replace(job, num_microbatches=count))
+        whole = eager(known).cell(1, 0.0)
+        cuts = [(n, a) for n in options.num_chunks for a in (options.skew if hybrid else [0.0])]
+        cells = {graphs: best_cell([costs.cell(*cut) for cut in cuts]) for graphs, costs in known.items()}
+        best = best_cell([cell for cell in cells.values() if cell is not None])
         of_best = {}
         if best is not None:
             of_best = dict(
-                num_chunks=best.num_chunks, skew=best.skew, seconds=best.step_time, bubble=best.bubble,
-                rank_bytes=best.peak_bytes,
+                num_chunks=best.num_chunks, skew=best.skew, graphs=best is cells.get(True), seconds=best.step_time,
+                bubble=best.bubble, rank_bytes=best.peak_bytes,
             )  # fmt: skip
         found.append(
             Prediction(
                 flavor, hybrid, job.recompute, job.seq_len, count, job.num_ranks, devices, flops * count,
-                costs.device.flops, whole.step_time if whole.fits else None, whole.peak_bytes, **of_best,
+                eager(known).device.flops, whole.step_time if whole.fits else None, whole.peak_bytes, **of_best,
             )
         )  # fmt: skip
     return found
+
+
+def eager(known: dict[bool, Analytic]) -> Analytic:
+    """What whole sequences run as: there the host is ahead of the GPU without graphs."""
+    return known.get(False) or known[True]
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -288,7 +307,8 @@ def check(source: Source, flavor: str, path: Path, overrides: Sequence[str], row
             continue
         ranks = len(row["peak_gib"])
         job_config, job = job_at(path, overrides, ranks, row["seq_len"])
-        costs = source.costs(flavor, job_config, dataclasses.replace(job, num_microbatches=row["microbatches"]))
+        known = source.costs(flavor, job_config, dataclasses.replace(job, num_microbatches=row["microbatches"]))
+        costs = known[True] if True in known and row["chunks"] else eager(known)
         plan = ChunkPlan.explicit(row["seq_len"], row["chunks"] or [row["seq_len"]])
         simulation = costs.simulate(plan)
         peak = max(costs.peak_bytes(simulation.schedule, plan)) / GIB
@@ -311,7 +331,7 @@ def markdown(predictions: Sequence[Prediction], checks: Sequence[Check], used: d
     lines += [
         "", "1F1B is whole sequences. MFU counts the model's FLOPs, not recomputation. \"Of bound\" is the share of "
         "(M + P - 1) / (M + (P - 1) / N) that the speed-up reaches. Memory is of each rank, in brackets what does not "
-        "fit.", "", *steps_table(predictions),
+        "fit. \"Graphs\": faster with layers in CUDA graphs.", "", *steps_table(predictions),
     ]  # fmt: skip
     compared = [
         p for p in predictions
@@ -409,7 +429,7 @@ def rate(p: Prediction, seconds: float | None) -> str:
 
 
 def chosen(p: Prediction) -> str:
-    return "nothing fits" if p.num_chunks is None else f"{p.num_chunks}, {p.skew:g}"
+    return "nothing fits" if p.num_chunks is None else f"{p.num_chunks}, {p.skew:g}" + ", graphs" * bool(p.graphs)
 
 
 def percent(share: float | None, digits: int = 0) -> str:

@@ -61,17 +61,12 @@ def measured_stages(cache: Cache, facts: dict) -> tuple[dict[Composition, StageP
     return found[device], device
 
 
-def memory_of(cache: Cache, facts: dict, profiles: dict[Composition, StageProfile]) -> dict[Composition, StageProfile]:
-    """``profiles``, and in the place of stages with recorded layers the same without, where they were measured.
-
-    What a recorded layer works in belongs to its CUDA graph, and the allocator counts it as nobody's.
-    """
-    if not facts["cuda_graphs"]:
-        return profiles
+def without_graphs(cache: Cache, facts: dict) -> dict[Composition, StageProfile] | None:
+    """The same stages with no layer in a CUDA graph, or None if they were not measured."""
     try:
-        return {**profiles, **measured_stages(cache, {**facts, "cuda_graphs": False})[0]}
+        return measured_stages(cache, {**facts, "cuda_graphs": False})[0]
     except ValueError:
-        return profiles
+        return None
 
 
 class Scaled(Analytic):
@@ -80,7 +75,10 @@ class Scaled(Analytic):
     def use(
         self, profiles: Mapping[Composition, StageProfile], memory: Mapping[Composition, StageProfile] | None = None
     ) -> Scaled:
-        """Times of ``profiles``, and bytes of ``memory``, the same if None.
+        """Times of ``profiles``, and bytes of ``memory`` where it has a stage.
+
+        What a recorded layer works in belongs to its CUDA graph, and the allocator counts it as nobody's: stages that
+        were measured in graphs want a ``memory`` that was not.
 
         Raises ValueError without a stage that has layers and no head, or if a head is needed and none measured.
         """
@@ -98,7 +96,7 @@ class Scaled(Analytic):
         self._plain, self._end = max(plain, key=lambda w: len(w[0])), (ends or [None])[0]
         self._wanted = wanted
         for number, which in enumerate(wanted):
-            self.stages[number] = self._with_memory(self.stages[number], which, memory or profiles)
+            self.stages[number] = self._with_memory(self.stages[number], which, {**profiles, **(memory or {})})
         return self
 
     def _count(self, which: Composition, kinds: Sequence[str]) -> StageCost:
