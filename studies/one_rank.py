@@ -98,7 +98,7 @@ def predictor(config, job: Job, cache: Path | None) -> Analytic:
         return Analytic(job, device)
     points, facts = Cache(cache), key_facts(config, job, None, False)
     profiles, _ = measured_stages(points, facts)
-    return Scaled(job, device).use(profiles, without_graphs(points, facts))
+    return Scaled(job, device).use(profiles, without_graphs(points, facts), facts["cuda_graphs"])
 
 
 def main(arguments: list[str] | None = None) -> int:

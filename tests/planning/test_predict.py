@@ -274,6 +274,13 @@ def test_memory_of_backwards_is_a_line():
             assert footprint.while_running(Kind.B, p.length) == pytest.approx(p.backward_bytes, abs=p.length)
             assert footprint.while_running(Kind.F, p.length) >= p.forward_bytes
     assert footprint.working_bytes == 0
+    # In a graph next to nothing is seen: what is counted is needed all the same.
+    hidden = tuple(dataclasses.replace(p, forward_bytes=0, backward_bytes=5000) for p in points)
+    seen, counted = (with_measured_memory(stage, StageProfile(hidden, ()), r).footprint for r in (False, True))
+    assert seen.backward_bytes_per_token == 0 and seen.working_bytes == counted.working_bytes == 5000
+    assert counted.backward_bytes_per_token == stage.footprint.backward_bytes_per_token > 0
+    assert counted.forward_bytes_per_token == stage.footprint.forward_bytes_per_token > 0
+    assert counted.saved_bytes_per_token == seen.saved_bytes_per_token
 
 
 @pytest.mark.parametrize(

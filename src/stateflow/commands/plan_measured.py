@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
     stages = open_stages(options, scenario, overrides, device)
     try:
         profiler = Profiler(config, stages, cache, budget, options.lengths)
-        profiled = profiler.run(chosen_variants, promising(entry, limit, budget))
+        profiled = profiler.run(chosen_variants, promising(config, entry, limit, budget))
     finally:
         stages.close()
     entries, fit = [], []
@@ -61,7 +61,8 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
         if profiles is None:
             print(f"not searched, no time to measure its stages: {variant.name}")
             continue
-        entries.append((Measured(variant.job, entry, limit).use(profiles), variant.policies))
+        recorded = in_graphs(config, variant.job)
+        entries.append((Measured(variant.job, entry, limit).use(profiles, recorded), variant.policies))
         for profile in dict.fromkeys(profiles):
             fit += profile.fit_errors()
     if not entries:
@@ -178,7 +179,7 @@ def open_stages(options: argparse.Namespace, scenario: Scenario, overrides: Sequ
     return TensorParallelStages(arguments, degree, device.type)
 
 
-def promising(entry: Device, limit: float, budget):
+def promising(config, entry: Device, limit: float, budget):
     """What says which variants deserve more points: the first, and those that rough profiles put near the fastest."""
     from stateflow.planning.search import Measured, search
 
@@ -186,7 +187,7 @@ def promising(entry: Device, limit: float, budget):
         best = {}
         for number, (variant, profiles) in enumerate(zip(variants, rough, strict=True)):
             if profiles is not None:
-                measured = Measured(variant.job, entry, limit).use(profiles)
+                measured = Measured(variant.job, entry, limit).use(profiles, in_graphs(config, variant.job))
                 found = search([(measured, variant.policies)], budget=budget.share(MEASURING))
                 best[number] = min((c.step_time for c in found.candidates if c.fits), default=float("inf"))
         fastest = min(best.values())
@@ -309,12 +310,17 @@ def key_facts(config, job, same, split: bool) -> dict:
         "tensor_parallel": job.tensor_parallel,
         "sequence_parallel_norms": config.stateflow.sequence_parallel_norms,
         "compile": config.compile.enable,
-        "cuda_graphs": config.stateflow.cuda_graphs and job.recompute == "full",
+        "cuda_graphs": in_graphs(config, job),
         "backend": job.model.backend,
         "reset_at_documents": config.stateflow.reset_at_documents,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
     }
+
+
+def in_graphs(config, job) -> bool:
+    """Whether the layers of a job run in CUDA graphs."""
+    return config.stateflow.cuda_graphs and job.recompute == "full"
 
 
 def _lengths(job, num_chunks: int, skew: float) -> tuple[int, ...]:

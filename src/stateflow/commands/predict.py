@@ -201,7 +201,7 @@ class Source:
             eager = without_graphs(cache, facts)
             found = {} if eager is None else {False: Scaled(job, device_named(name), self.limit).use(eager)}
             if facts["cuda_graphs"]:
-                found[True] = Scaled(job, device_named(name), self.limit).use(profiles, eager)
+                found[True] = Scaled(job, device_named(name), self.limit).use(profiles, eager, recorded=True)
             return found
         raise ValueError("; ".join(missing))
 

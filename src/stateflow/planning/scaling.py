@@ -73,12 +73,13 @@ class Scaled(Analytic):
     """``Analytic`` on the measured stages of ``use``, for any number of ranks."""
 
     def use(
-        self, profiles: Mapping[Composition, StageProfile], memory: Mapping[Composition, StageProfile] | None = None
+        self, profiles: Mapping[Composition, StageProfile], memory: Mapping[Composition, StageProfile] | None = None,
+        recorded: bool = False,
     ) -> Scaled:
         """Times of ``profiles``, and bytes of ``memory`` where it has a stage.
 
         What a recorded layer works in belongs to its CUDA graph, and the allocator counts it as nobody's: stages that
-        were measured in graphs want a ``memory`` that was not.
+        were measured in graphs (``recorded``) want a ``memory`` that was not.
 
         Raises ValueError without a stage that has layers and no head, or if a head is needed and none measured.
         """
@@ -95,6 +96,7 @@ class Scaled(Analytic):
         self._counted = {which: self._count(which, kinds) for which in profiles}
         self._plain, self._end = max(plain, key=lambda w: len(w[0])), (ends or [None])[0]
         self._wanted = wanted
+        self._unseen = set(profiles) - set(memory or ()) if recorded else set()
         for number, which in enumerate(wanted):
             self.stages[number] = self._with_memory(self.stages[number], which, {**profiles, **(memory or {})})
         return self
@@ -135,7 +137,7 @@ class Scaled(Analytic):
         """The stage with counted bytes of units in the ratio that was measured to counted, where a GPU has counted."""
         reference = which if which in profiles else self._end if which[2] else self._plain
         counted = self._counted[reference]
-        measured = with_measured_memory(counted, profiles[reference])
+        measured = with_measured_memory(counted, profiles[reference], reference in self._unseen)
         if measured is counted:
             return stage
         scaled = {n: _ratio(stage.footprint, counted.footprint, measured.footprint, n) for n in _MEASURED_BYTES}
