@@ -4,15 +4,18 @@
     python studies/unit_kernels.py titan_configs/gdn_3b_2gpu.toml --names 20 --stateflow.no-cuda-graphs \
         --activation-checkpoint.mode none
 
-Runs three chunks of each length, forward and then backward with the config's recomputation, through layers of the model
-on one GPU, and prints milliseconds of kernels per 65,536 tokens, in all and by kind, and the MFU of these layers if the
-GPU never waited. `--names`: also that many kernels by name, the dearest first. Other arguments are keys of the config.
-Nothing is sent.
+Runs three chunks of each length, forward and then backward with the config's recomputation, through layers of the
+model on one GPU. Prints milliseconds per 65,536 tokens: `wall` from begin to end without a profiler, so with all
+waiting, then of kernels, in all and by kind, and the MFU of these layers if the GPU never waited. `--names`: also that
+many kernels by name, the dearest first, in front how many of them a layer runs for a chunk. Other arguments are keys of
+the config. Nothing is sent.
 """
 
 import argparse
 import collections
 import re
+import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +30,7 @@ from stateflow.model import flops_per_token
 from stateflow.pipeline.stage import ChunkStage
 from stateflow.titan.planning import job_of, stage_module
 
-CHUNKS, WARM_UP, PER_TOKENS = 3, 3, 65536
+CHUNKS, WARM_UP, TIMED, PER_TOKENS = 3, 3, 5, 65536
 # The first that matches a kernel's name.
 KINDS = {
     "products": r"gemm|cutlass|cublas|nvjet|xmma",
@@ -38,8 +41,8 @@ KINDS = {
 }
 
 
-def kernel_times(stage: ChunkStage, length: int, dim: int, dtype: torch.dtype) -> collections.Counter:
-    """Microseconds a chunk, by kernel."""
+def kernel_times(stage: ChunkStage, length: int, dim: int, dtype: torch.dtype) -> tuple:
+    """Microseconds a chunk: (by kernel, in all from begin to end), and how many of each kernel."""
 
     def run() -> None:
         inputs = [torch.randn(1, length, dim, device="cuda", dtype=dtype) for _ in range(CHUNKS)]
@@ -51,21 +54,28 @@ def kernel_times(stage: ChunkStage, length: int, dim: int, dtype: torch.dtype) -
 
     for _ in range(WARM_UP):
         run()
-    torch.cuda.synchronize()
+    walls = []
+    for _ in range(TIMED):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        walls.append(1e6 * (time.perf_counter() - begin) / CHUNKS)
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
         torch.cuda.synchronize()
-    times = collections.Counter()
+    times, counts = collections.Counter(), collections.Counter()
     for event in recorded.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             times[event.name] += (event.time_range.end - event.time_range.start) / CHUNKS
-    return times
+            counts[event.name] += 1
+    return times, statistics.median(walls), counts
 
 
 def by_kind(times: collections.Counter) -> collections.Counter:
     kinds = collections.Counter()
-    for name, time in times.items():
-        kinds[next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))] += time
+    for name, micros in times.items():
+        kinds[next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))] += micros
     return kinds
 
 
@@ -85,17 +95,20 @@ def main() -> None:
     without, seq_len = replace(job.model, num_layers=options.layers), config.training.seq_len
     flops = flops_per_token(job.model, seq_len) - flops_per_token(without, seq_len)
     peak = get_peak_flops(torch.cuda.get_device_name())
-    print(f"{'tokens':>8} {'all':>8} {'MFU':>6}", *(f"{kind:>16}" for kind in KINDS))
+    print(f"{'tokens':>8} {'wall':>8} {'all':>8} {'MFU':>6}", *(f"{kind:>16}" for kind in KINDS))
     for length in options.lengths:
         plan = ChunkPlan.explicit(CHUNKS * length, [length] * CHUNKS)
         stage = ChunkStage(module, plan, job.compute_dtype, is_last=False)
-        times = kernel_times(stage, length, job.model.dim, job.compute_dtype)
+        times, wall, counts = kernel_times(stage, length, job.model.dim, job.compute_dtype)
         kinds = by_kind(times)
         shown = [1e-3 * PER_TOKENS / length * kinds[kind] for kind in KINDS]
         mfu = flops * PER_TOKENS / (1e-3 * sum(shown)) / peak
-        print(f"{length:>8,} {sum(shown):>8.1f} {mfu:>6.1%}", *(f"{ms:>16.1f}" for ms in shown), flush=True)
-        for name, time in times.most_common(options.names):
-            print(f"{1e-3 * PER_TOKENS / length * time:>17.1f} {name[:100]}", flush=True)
+        wall *= 1e-3 * PER_TOKENS / length
+        columns = f"{wall:>8.1f} {sum(shown):>8.1f} {mfu:>6.1%}", *(f"{ms:>16.1f}" for ms in shown)
+        print(f"{length:>8,}", *columns, flush=True)
+        for name, micros in times.most_common(options.names):
+            each = counts[name] / CHUNKS / options.layers
+            print(f"{each:>17.2f} {1e-3 * PER_TOKENS / length * micros:>8.1f} {name[:100]}", flush=True)
 
 
 if __name__ == "__main__":

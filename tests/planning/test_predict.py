@@ -1,7 +1,9 @@
 """``stateflow predict``: stages scaled to other numbers of ranks, the paper's figures, and the simulator's error."""
 
+import copy
 import dataclasses
 import functools
+import itertools
 import json
 import os
 from pathlib import Path
@@ -12,12 +14,14 @@ from stateflow.cli import main
 from stateflow.commands import read_config
 from stateflow.commands.plan_measured import Profiler, key_facts
 from stateflow.commands.predict import Check, error_text
+from stateflow.model import flops_per_token
 from stateflow.pipeline.schedule import Kind
 from stateflow.planning import paper
 from stateflow.planning.analytic import Analytic
 from stateflow.planning.devices import DEVICES
 from stateflow.planning.profile import Cache, Point, StageProfile
-from stateflow.planning.scaling import Scaled, composition, measured_stages
+from stateflow.planning.scaling import Scaled, composition, measured_stages, without_graphs
+from stateflow.planning.search import with_measured_memory
 from stateflow.planning.variants import variants
 from stateflow.titan.planning import job_of, part_names
 
@@ -144,7 +148,8 @@ def test_counted_tables_are_marked_and_stand_beside_the_papers(capsys, tmp_path)
     text = capsys.readouterr().out
     assert text == out.read_text()
     assert "gdn_3b_hybrid: costs **counted, nothing measured**: FLOPs at assumed shares of a A100's peak" in text
-    (row,) = [line for line in text.splitlines() if line.startswith("| gdn_3b_hybrid")]
+    step, row = [line for line in text.splitlines() if line.startswith("| gdn_3b_hybrid")]
+    assert step.startswith("| gdn_3b_hybrid | full | 65,536 | 4 | ") and "| 8, 0.75 |" in step
     assert row.startswith("| gdn_3b_hybrid | 65,536 | 4 | ") and "| 8, 0.75 |" in row
     assert "| 2.02x / 2.01x |" in row and row.endswith("| 1.47x / 1.25x |")
     assert "Hybrids (table 3)" in text and "table 2" not in text and "beside measured runs" not in text
@@ -180,6 +185,102 @@ def test_measured_tables_and_the_simulators_error(capsys, tmp_path):
     text = capsys.readouterr().out
     assert "mean error 4.5%, worst 9.1%. Speed-up over whole sequences: mean error 10.0%, worst 10.0%." in text
     assert "| gdn_3b_hybrid | 8,192 | 2 | 4 | chunks |" in text and "| -9.1% | 40.0 |" in text
+
+
+def test_steps_in_each_recomputation_mode(capsys, tmp_path):
+    """The config's own mode and others that the cache holds, with rates, MFU and each rank's memory."""
+    for mode, slower in (("full", 1.0), ("none", 0.75)):
+        config, job = job_on(2)
+        job, cache = job.with_recompute(mode), Cache(tmp_path / "cache.json")
+        for number, (which, profile) in enumerate(profiles_on(2).items()):
+            cache.describe(f"{mode}{number}", {**key_facts(config, job, which, False), "device": "H200", "torch": "2"})
+            for p in profile.points:
+                cache.put(f"{mode}{number}", dataclasses.replace(p, backward=slower * p.backward))
+    call = ["predict", str(HYBRID), "--cache", str(tmp_path / "cache.json"), *SHORT, "--ranks", "2", "--microbatches"]
+    call += ["1", "4", "--recompute", "full", "none"]
+    assert main([*call, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["settings"]
+    assert [(p["recompute"], p["microbatches"]) for p in found] == [("full", 1), ("full", 4), ("none", 1), ("none", 4)]
+    for full, none in itertools.product(found[:2], found[2:]):
+        if full["microbatches"] == none["microbatches"]:
+            assert none["seconds"] < full["seconds"] and none["peak_bytes"] > full["peak_bytes"]
+    _, job = job_on(2)
+    for p in found:
+        assert p["rate"] == pytest.approx(8192 * p["microbatches"] / p["seconds"] / 2)
+        assert p["mfu"] == pytest.approx(p["rate"] * flops_per_token(job.model, 8192) / DEVICE.flops)
+        assert p["whole_mfu"] * p["whole_seconds"] == pytest.approx(p["mfu"] * p["seconds"])
+        assert len(p["rank_bytes"]) == 2 and max(p["rank_bytes"]) == p["peak_bytes"] and 0 < p["bubble"] < 1
+    assert main(call) == 0
+    text = capsys.readouterr().out
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| gdn_3b_hybrid")]
+    assert [row[1] for row in rows] == ["full", "full", "none", "none"] and "Beside the paper" not in text
+    for row, p in zip(rows, found, strict=True):
+        assert row[7:11] == [
+            f"{p['num_chunks']}, {p['skew']:g}", f"{p['seconds']:.3f}", f"{p['rate']:,.0f}", f"{100 * p['mfu']:.1f} %"
+        ]  # fmt: skip
+    assert main([*call, "--memory", "20"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| gdn_3b_hybrid")]
+    assert all("| OOM | - | (" in row and "| nothing fits | - | - | - | - | - | - | - |" in row for row in rows)
+
+
+def test_layers_in_cuda_graphs_are_another_measurement(tmp_path, capsys):
+    config, job = job_on(2)
+    recorded = copy.deepcopy(config)
+    recorded.stateflow.cuda_graphs = True
+    facts, eager = key_facts(recorded, job, None, False), key_facts(config, job, None, False)
+    assert not key_facts(recorded, job.with_recompute("none"), None, False)["cuda_graphs"]  # has no recorded layers
+    path = tmp_path / "cache.json"
+    cache = cache_of(path, cuda_graphs=True)
+    assert measured_stages(cache, facts) and without_graphs(cache, facts) is None
+    with pytest.raises(ValueError, match="it has cuda_graphs = True"):
+        measured_stages(cache, eager)
+
+    # Without graphs long chunks are faster, short ones slower, and all that a layer works in is counted.
+    for number, (which, profile) in enumerate(profiles_on(2, with_memory=True).items()):
+        cache.describe(f"eager{number}", {**eager, "stage": which, "device": "NVIDIA H200", "torch": "2.11"})
+        for p in profile.points:
+            slower = 0.95 if p.length > 1024 else 2.0
+            times = dict(forward=slower * p.forward, backward=slower * p.backward)
+            cache.put(f"eager{number}", dataclasses.replace(p, **times))
+    assert without_graphs(cache, facts) == measured_stages(cache, eager)[0] != measured_stages(cache, facts)[0]
+    call = ["predict", str(HYBRID), "--cache", str(path), "--tokens", "8192", "--microbatches", "4", "--ranks", "2"]
+    call += ["--stateflow.num_chunks=4", "--skew", "0", "--num-chunks"]
+
+    def only(*more: str) -> dict:
+        assert main([*call, *more, "--json"]) == 0
+        (one,) = json.loads(capsys.readouterr().out)["settings"]
+        return one
+
+    long, short, plain = only("4", "--stateflow.cuda_graphs"), only("8", "--stateflow.cuda_graphs"), only("8")
+    assert (long["graphs"], short["graphs"], plain["graphs"]) == (False, True, False)
+    assert short["seconds"] < 0.6 * plain["seconds"] and long["whole_seconds"] == plain["whole_seconds"]
+    assert short["rank_bytes"] == plain["rank_bytes"]
+    assert main([*call, "8", "--stateflow.cuda_graphs"]) == 0
+    assert "| 8, 0, graphs |" in capsys.readouterr().out
+
+    for about in cache.points.values():  # a file of before these were told apart
+        about.pop("cuda_graphs", None)
+    assert measured_stages(cache, eager)
+
+
+def test_memory_of_backwards_is_a_line():
+    """The head's gradient does not grow with the chunk: it is not taken for more where chunks are longer."""
+    _, job = job_on(2)
+    stage = Analytic(job, DEVICE).stages[1]
+    points = tuple(Point(4096, n, 1.0, 1.0, None, 1000 * n, 20 * n, 5000 + 300 * n) for n in (512, 1024, 2048))
+    for kept in (points, points[:1]):
+        footprint = with_measured_memory(stage, StageProfile(kept, ())).footprint
+        for p in kept:
+            assert footprint.while_running(Kind.B, p.length) == pytest.approx(p.backward_bytes, abs=p.length)
+            assert footprint.while_running(Kind.F, p.length) >= p.forward_bytes
+    assert footprint.working_bytes == 0
+    # In a graph next to nothing is seen: what is counted is needed all the same.
+    hidden = tuple(dataclasses.replace(p, forward_bytes=0, backward_bytes=5000) for p in points)
+    seen, counted = (with_measured_memory(stage, StageProfile(hidden, ()), r).footprint for r in (False, True))
+    assert seen.backward_bytes_per_token == 0 and seen.working_bytes == counted.working_bytes == 5000
+    assert counted.backward_bytes_per_token == stage.footprint.backward_bytes_per_token > 0
+    assert counted.forward_bytes_per_token == stage.footprint.forward_bytes_per_token > 0
+    assert counted.saved_bytes_per_token == seen.saved_bytes_per_token
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from stateflow.planning.profile import (
     StageProfile,
     coarse,
     measure,
+    points_of,
     points_to_measure,
     profile_stage,
 )
@@ -45,6 +46,17 @@ def test_a_surface_meets_eq_9_with_a_constant_exactly(constant, linear, quadrati
     surface = CostSurface([(s, n, constant + cost.cost(s, n)) for s, n in points])
     expected = constant + cost.cost(start, length)
     assert surface.seconds(start, length) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_chunk_beyond_all_measured_ones_is_the_sum_of_pieces():
+    cost = ChunkCost(1.0, 0.05)
+    points = points_of([64, 128, 32], 256, reads_prefix=True)
+    assert points == [(0, 128), (128, 128), (0, 64), (192, 64), (0, 32), (224, 32)]
+    assert points_of([64, 256], 256, reads_prefix=True) == [(0, 256), (0, 64), (192, 64)]
+    assert points_of([64, 32], 256, reads_prefix=False) == [(0, 64), (0, 32)]
+    surface = CostSurface([(s, n, cost.cost(s, n)) for s, n in points])
+    for start, length in ((0, 256), (100, 300), (1000, 129)):
+        assert surface.seconds(start, length) == pytest.approx(cost.cost(start, length), rel=1e-9)
 
 
 def test_a_surface_does_not_smooth_a_corner():
@@ -280,6 +292,23 @@ def test_a_plan_is_searched_verified_written_and_used(tmp_path, capsys):
     ):  # fmt: skip
         assert main(["simulate", *use, *extra]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_lengths_to_measure_may_be_given(tmp_path, capsys):
+    """Those and no others, in every mode; a plan is made from them."""
+    arguments = [DEMO, *TINY, f"--job.dump_folder={tmp_path}", "--policies", "1f1b", "--verify", "0"]
+    assert main(["plan", *arguments, "--lengths", "16", "32", "--recompute", "none", "full"]) == 0
+    capsys.readouterr()
+    cache = Cache(tmp_path / "plan_cache.json")
+    stages = {key: sorted((p.start, p.length) for p in cache.all_of(key)) for key in cache.described()}
+    assert sorted(stages.values()) == 2 * [[(0, 16), (0, 32)]] + 2 * [[(0, 16), (0, 32), (96, 32), (112, 16)]]
+    assert {about["recompute"] for about in cache.described().values()} == {"none", "full"}
+    assert sum(read_plan(tmp_path / "plan.toml").chunk_lengths) == 128
+    for lengths, more in ((["16"], ""), (["16", "256"], ""), (["16", "20"], " and multiples of 8")):
+        assert main(["plan", *arguments, "--stateflow.chunk_multiple=8", "--lengths", *lengths]) == 2
+        assert "give two or more lengths of chunks, up to the sequence's 128 tokens" + more in capsys.readouterr().err
+    assert main(["plan", DEMO, *TINY, "--analytic", "--lengths", "16", "32"]) == 2
+    assert "--lengths is for measuring" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("constant", "quadratic"), [(0.0, 0.0), (20.0, 0.0), (5.0, 2e-3), (60.0, 2e-3), (400.0, 1e-3)])

@@ -177,7 +177,7 @@ def test_what_a_search_cannot_do_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     scenario = type("Scenario", (), {"job": make_job(tensor_parallel=2), "job_config": harness.parse([])})
     with pytest.raises(ValueError, match="tensor_parallel_degree = 2: .* here is 1; set it to 1, or use --analytic"):
-        plan_measured.refuse(type("Options", (), {"device": None}), scenario)
+        plan_measured.refuse(type("Options", (), {"device": None, "lengths": None}), scenario)
 
 
 def test_the_choice_beside_a_grid_whose_chunks_are_measured(tmp_path, capsys, monkeypatch):

@@ -19,6 +19,10 @@ def register(commands) -> None:
     measured = parser.add_argument_group("without --analytic: measure on the device at hand")
     measured.add_argument("--out", type=Path, metavar="FILE", help="the plan file; default: dump_folder/plan.toml")
     measured.add_argument("--cache", type=Path, metavar="FILE", help="measured points; dump_folder/plan_cache.json")
+    measured.add_argument(
+        "--lengths", type=int, nargs="+", metavar="TOKENS",
+        help="chunk lengths to measure; default: from the whole sequence down, more of them where it may matter",
+    )  # fmt: skip
     measured.add_argument("--time-budget", type=float, metavar="S", help="seconds after which no more is measured")
     measured.add_argument("--verify", type=int, default=3, metavar="K", help="really run the best K (default 3)")
     measured.add_argument("--policies", nargs="+", metavar="POLICY", help="orders to search; default: all")
@@ -46,6 +50,8 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     if not options.json and (remark := parts_without_layers(scenario.job)) is not None:
         print(f"note: {remark}")
     if options.analytic:
+        if options.lengths is not None:
+            raise ValueError("--lengths is for measuring: leave out --analytic")
         return _analytic(options, scenario)
     if options.json:
         raise ValueError("--json goes with --analytic; a measured plan is written to --out as TOML")

@@ -52,7 +52,8 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
         print(f"not searched: {line}")
     stages = open_stages(options, scenario, overrides, device)
     try:
-        profiled = Profiler(config, stages, cache, budget).run(chosen_variants, promising(entry, limit, budget))
+        profiler = Profiler(config, stages, cache, budget, options.lengths)
+        profiled = profiler.run(chosen_variants, promising(config, entry, limit, budget))
     finally:
         stages.close()
     entries, fit = [], []
@@ -60,7 +61,8 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
         if profiles is None:
             print(f"not searched, no time to measure its stages: {variant.name}")
             continue
-        entries.append((Measured(variant.job, entry, limit).use(profiles), variant.policies))
+        recorded = in_graphs(config, variant.job)
+        entries.append((Measured(variant.job, entry, limit).use(profiles, recorded), variant.policies))
         for profile in dict.fromkeys(profiles):
             fit += profile.fit_errors()
     if not entries:
@@ -123,6 +125,15 @@ def refuse(options: argparse.Namespace, scenario: Scenario) -> None:
             f"[parallelism] tensor_parallel_degree = {job.tensor_parallel}: its stages take as many GPUs to measure, "
             f"here {'is' if here == 1 else 'are'} {here}; set it to {here}, or use --analytic"
         )
+    lengths, multiple = options.lengths, job.multiple or 1
+    if lengths is None:
+        return
+    wrong = [n for n in lengths if not 0 < n <= job.seq_len or n % multiple]
+    if wrong or len(set(lengths)) < 2:
+        raise ValueError(
+            f"--lengths {' '.join(map(str, lengths))}: give two or more lengths of chunks, up to the sequence's "
+            f"{job.seq_len} tokens" + (f" and multiples of {multiple}" if multiple > 1 else "")
+        )
 
 
 def searched_variants(options: argparse.Namespace, scenario: Scenario):
@@ -168,7 +179,7 @@ def open_stages(options: argparse.Namespace, scenario: Scenario, overrides: Sequ
     return TensorParallelStages(arguments, degree, device.type)
 
 
-def promising(entry: Device, limit: float, budget):
+def promising(config, entry: Device, limit: float, budget):
     """What says which variants deserve more points: the first, and those that rough profiles put near the fastest."""
     from stateflow.planning.search import Measured, search
 
@@ -176,7 +187,7 @@ def promising(entry: Device, limit: float, budget):
         best = {}
         for number, (variant, profiles) in enumerate(zip(variants, rough, strict=True)):
             if profiles is not None:
-                measured = Measured(variant.job, entry, limit).use(profiles)
+                measured = Measured(variant.job, entry, limit).use(profiles, in_graphs(config, variant.job))
                 found = search([(measured, variant.policies)], budget=budget.share(MEASURING))
                 best[number] = min((c.step_time for c in found.candidates if c.fits), default=float("inf"))
         fastest = min(best.values())
@@ -189,11 +200,11 @@ class Profiler:
     """Measures all kinds of stages of some variants: a few points first, the rest where it may matter.
 
     The few of the first variant may take the whole ``budget``, without which there would be no plan at all; all others
-    their share of it.
+    their share of it. With ``lengths`` chunks of these are measured, of every variant, and no others.
     """
 
-    def __init__(self, config, stages, cache, budget):
-        self.config, self.stages, self.cache, self.budget = config, stages, cache, budget
+    def __init__(self, config, stages, cache, budget, lengths: Sequence[int] | None = None):
+        self.config, self.stages, self.cache, self.budget, self.lengths = config, stages, cache, budget, lengths
         self.done = self.total = 0
         self.counted: dict[str, int] = {}  # points of a kind of stage that ``done`` holds already
 
@@ -205,18 +216,19 @@ class Profiler:
         from stateflow.planning.profile import coarse
 
         kinds = [self.kinds(variant) for variant in variants]
-        few = [{same: (key, run, (coarse(wanted[0]), [])) for same, (key, run, wanted) in of} for of in kinds]
+        rough = (lambda fitted: fitted) if self.lengths else coarse
+        few = [{same: (key, run, (rough(wanted[0]), [])) for same, (key, run, wanted) in of} for of in kinds]
         self.total = sum(len(wanted[0]) for of in few for _, _, wanted in of.values())
         found = []
         for number, of in enumerate(few):
             budget = self.budget.share(MEASURING) if number else self.budget
             found.append({same: self.profile(*kind, budget) for same, kind in of.items()})
         usable = [all(profile.usable for profile in profiles.values()) for profiles in found]
-        rough = [
+        known = [
             [profiles[same] for same, _ in of] if good else None
             for profiles, of, good in zip(found, kinds, usable, strict=True)
         ]
-        closer = promising(variants, rough) if any(usable) else []
+        closer = promising(variants, known) if any(usable) and not self.lengths else []
         more = [dict(kinds[number]) for number in closer]
         self.total += sum(
             len(fitted) - len(coarse(fitted)) + len(held) for of in more for _, _, (fitted, held) in of.values()
@@ -236,7 +248,7 @@ class Profiler:
         import math
 
         from stateflow.planning.costs import stage_costs
-        from stateflow.planning.profile import points_to_measure
+        from stateflow.planning.profile import points_of, points_to_measure
 
         job, layers = variant.job, variant.job.model.layer_kinds()
         cuts = [_lengths(job, count, skew) for skew in (0.0, 1.0, 1.25) for count in (2, 32)]
@@ -249,7 +261,11 @@ class Profiler:
         for part, costs in zip(job.parts, stage_costs(job), strict=True):
             own = tuple(layers[int(name.removeprefix("layers."))] for name in part if name.startswith("layers."))
             same = (own, "tok_embeddings" in part, "output" in part)
-            wanted = points_to_measure(job.seq_len, shortest, costs.footprint.window_bytes_per_token > 0, multiple)
+            reads_prefix = costs.footprint.window_bytes_per_token > 0
+            if self.lengths:
+                wanted = points_of(self.lengths, job.seq_len, reads_prefix), []
+            else:
+                wanted = points_to_measure(job.seq_len, shortest, reads_prefix, multiple)
 
             def measure(start: int, length: int, part=part):
                 return self.stages.measure(job, part, variant.split, start, length)
@@ -294,11 +310,17 @@ def key_facts(config, job, same, split: bool) -> dict:
         "tensor_parallel": job.tensor_parallel,
         "sequence_parallel_norms": config.stateflow.sequence_parallel_norms,
         "compile": config.compile.enable,
+        "cuda_graphs": in_graphs(config, job),
         "backend": job.model.backend,
         "reset_at_documents": config.stateflow.reset_at_documents,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
     }
+
+
+def in_graphs(config, job) -> bool:
+    """Whether the layers of a job run in CUDA graphs."""
+    return config.stateflow.cuda_graphs and job.recompute == "full"
 
 
 def _lengths(job, num_chunks: int, skew: float) -> tuple[int, ...]:

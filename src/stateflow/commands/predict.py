@@ -1,8 +1,8 @@
-"""``stateflow predict CONFIG ...``: the paper's tables 2 and 3 for machines that one does not have.
+"""``stateflow predict CONFIG ...``: whole steps, and the paper's tables 2 and 3, for machines that one does not have.
 
-Every config at each length and number of microbatches: whole sequences and the fastest (N, alpha) that fits, simulated
-on measured stages (``--cache``, scaled to the number of ranks) or on counted ones; beside it what the paper has, and
-what the simulator makes of runs that were measured (``--rows``).
+Every config in each recomputation mode, at each length and number of microbatches: whole sequences and the fastest
+(N, alpha) that fits, simulated on measured stages (``--cache``, scaled to the number of ranks) or on counted ones;
+beside it what the paper has, and what the simulator makes of runs that were measured (``--rows``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stateflow.commands import read_config
 from stateflow.planning.devices import DEVICES, GIB, device_named
+from stateflow.planning.job import RECOMPUTE_MODES
+
+if TYPE_CHECKING:
+    from stateflow.planning.analytic import Analytic
 
 SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
 PAPERS_DEVICE = "a100"
@@ -27,7 +32,7 @@ def register(commands) -> None:
     from stateflow.planning.analytic import NUM_CHUNKS
     from stateflow.planning.paper import MICROBATCHES, RANKS, TOKENS
 
-    parser = commands.add_parser("predict", help="the paper's tables for this many ranks, simulated on measured costs")
+    parser = commands.add_parser("predict", help="steps of that many ranks, and the paper's tables, by simulation")
     many = dict(type=int, nargs="+", metavar="N")
     parser.add_argument("configs", type=Path, nargs="+", metavar="config", help="train.tomls")
     parser.add_argument("--ranks", type=int, default=RANKS, metavar="P", help=f"pipeline ranks (default {RANKS})")
@@ -37,6 +42,10 @@ def register(commands) -> None:
     parser.add_argument(
         "--skew", type=float, nargs="+", default=list(SKEWS), metavar="ALPHA",
         help="alpha to search where there is attention (default 0 to 1.25 in quarters)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recompute", nargs="+", choices=RECOMPUTE_MODES, metavar="MODE",
+        help=f"recomputation modes, of {', '.join(RECOMPUTE_MODES)}; default: the config's",
     )  # fmt: skip
     parser.add_argument(
         "--cache", type=Path, nargs="+", default=[], metavar="FILE",
@@ -63,19 +72,50 @@ def flavor_and_file(text: str) -> tuple[str, Path]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One setting; times in seconds, memory in bytes of the fullest rank, None for what does not fit."""
+    """One setting; times in seconds, memory in bytes of each rank, None for what does not fit.
+
+    ``flops`` are the model's of a step, on one device's share, and ``peak_flops`` what that device could do a second.
+    """
 
     flavor: str
     hybrid: bool
+    recompute: str
     tokens: int
     microbatches: int
     ranks: int
+    devices: int  # ranks of pipeline and tensor parallelism
+    flops: float
+    peak_flops: float
     whole_seconds: float | None
-    whole_bytes: int  # also if it does not fit
+    whole_rank_bytes: tuple[int, ...]  # also if it does not fit
     num_chunks: int | None = None
     skew: float | None = None
+    graphs: bool | None = None
     seconds: float | None = None
-    peak_bytes: int | None = None
+    bubble: float | None = None
+    rank_bytes: tuple[int, ...] | None = None
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(self.whole_rank_bytes)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.rank_bytes is None else max(self.rank_bytes)
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second and device."""
+        return None if self.seconds is None else self.tokens * self.microbatches / self.seconds / self.devices
+
+    @property
+    def mfu(self) -> float | None:
+        return None if self.seconds is None else self.flops / self.seconds / self.peak_flops
+
+    @property
+    def whole_mfu(self) -> float | None:
+        return None if self.whole_seconds is None else self.flops / self.whole_seconds / self.peak_flops
 
     @property
     def speedup(self) -> float | None:
@@ -129,11 +169,14 @@ class Source:
         self.limit = None if options.memory is None else options.memory * GIB
         self.used: dict[str, str] = {}  # by flavor in words
 
-    def costs(self, flavor: str, job_config, job):
-        """An ``Analytic`` of the job."""
+    def costs(self, flavor: str, job_config, job) -> dict[bool, Analytic]:
+        """An ``Analytic`` of the job: with layers in CUDA graphs (True), without (False), or each where both are known.
+
+        A config with ``cuda_graphs`` may use them; one without does not.
+        """
         from stateflow.commands.plan_measured import key_facts
         from stateflow.planning.analytic import Analytic
-        from stateflow.planning.scaling import Scaled, describe, measured_stages
+        from stateflow.planning.scaling import Scaled, describe, measured_stages, without_graphs
 
         if not self.caches:
             device = device_named(self.device or PAPERS_DEVICE)
@@ -142,7 +185,7 @@ class Source:
                 f"({device.dense_fraction:.0%} in matrix products, {device.attention_fraction:.0%} in attention, "
                 f"{device.recurrence_fraction:.0%} in recurrences)"
             )
-            return Analytic(job, device, self.limit)
+            return {False: Analytic(job, device, self.limit)}
         facts, missing = key_facts(job_config, job, None, False), []
         for cache in self.caches:
             try:
@@ -155,7 +198,11 @@ class Source:
                 raise ValueError(f"{cache.path}: measured on {where}, which is not in the table: say --device")
             stages = "; ".join(map(describe, profiles))
             self.used[flavor] = f"measured on {where}: stages of {stages}"
-            return Scaled(job, device_named(name), self.limit).use(profiles)
+            eager = without_graphs(cache, facts)
+            found = {} if eager is None else {False: Scaled(job, device_named(name), self.limit).use(eager)}
+            if facts["cuda_graphs"]:
+                found[True] = Scaled(job, device_named(name), self.limit).use(profiles, eager, recorded=True)
+            return found
         raise ValueError("; ".join(missing))
 
 
@@ -172,15 +219,15 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     for path in options.configs:
         flavor = read_config(path, overrides, options.ranks).model.flavor
         for tokens in options.tokens:
-            predictions += predict(options, source, flavor, *job_at(path, overrides, options.ranks, tokens))
+            job_config, job = job_at(path, overrides, options.ranks, tokens)
+            for mode in options.recompute or [job.recompute]:
+                predictions += predict(options, source, flavor, job_config, job.with_recompute(mode))
         checks += check(source, flavor, path, overrides, rows.pop(flavor, []))
     if rows:
         raise ValueError(f"--rows {next(iter(rows))}: none of the configs has this flavor")
     if options.json:
-        figures = [
-            {**asdict(p), "speedup": p.speedup, "memory_ratio": p.memory_ratio, "of_bound": p.of_bound}
-            for p in predictions
-        ]
+        derived = ("rate", "mfu", "whole_mfu", "speedup", "of_bound", "whole_bytes", "peak_bytes", "memory_ratio")
+        figures = [{**asdict(p), **{name: getattr(p, name) for name in derived}} for p in predictions]
         errors = [{**asdict(c), "error": c.error} for c in checks]
         print(json.dumps({"costs": source.used, "settings": figures, "measured": errors}, indent=2))
         return 0
@@ -199,27 +246,38 @@ def job_at(path: Path, overrides: Sequence[str], ranks: int, tokens: int):
 
 
 def predict(options: argparse.Namespace, source: Source, flavor: str, job_config, job) -> list[Prediction]:
-    """One sequence length, at each number of microbatches."""
+    """One sequence length and recomputation mode, at each number of microbatches."""
+    from stateflow.model import flops_per_token
     from stateflow.planning.analytic import best_cell
 
     hybrid = "attention" in job.model.layer_kinds()
+    devices = job.num_ranks * job.tensor_parallel
+    flops = flops_per_token(job.model, job.seq_len) * job.seq_len / devices
     found = []
     for count in options.microbatches:
-        costs = source.costs(flavor, job_config, dataclasses.replace(job, num_microbatches=count))
-        whole = costs.cell(1, 0.0)
-        best = best_cell([costs.cell(n, a) for n in options.num_chunks for a in (options.skew if hybrid else [0.0])])
+        known = source.costs(flavor, job_config, dataclasses.replace(job, num_microbatches=count))
+        whole = eager(known).cell(1, 0.0)
+        cuts = [(n, a) for n in options.num_chunks for a in (options.skew if hybrid else [0.0])]
+        cells = {graphs: best_cell([costs.cell(*cut) for cut in cuts]) for graphs, costs in known.items()}
+        best = best_cell([cell for cell in cells.values() if cell is not None])
         of_best = {}
         if best is not None:
             of_best = dict(
-                num_chunks=best.num_chunks, skew=best.skew, seconds=best.step_time, peak_bytes=max(best.peak_bytes)
-            )
+                num_chunks=best.num_chunks, skew=best.skew, graphs=best is cells.get(True), seconds=best.step_time,
+                bubble=best.bubble, rank_bytes=best.peak_bytes,
+            )  # fmt: skip
         found.append(
             Prediction(
-                flavor, hybrid, job.seq_len, count, job.num_ranks, whole.step_time if whole.fits else None,
-                max(whole.peak_bytes), **of_best,
+                flavor, hybrid, job.recompute, job.seq_len, count, job.num_ranks, devices, flops * count,
+                eager(known).device.flops, whole.step_time if whole.fits else None, whole.peak_bytes, **of_best,
             )
         )  # fmt: skip
     return found
+
+
+def eager(known: dict[bool, Analytic]) -> Analytic:
+    """What whole sequences run as: there the host is ahead of the GPU without graphs."""
+    return known.get(False) or known[True]
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -249,7 +307,8 @@ def check(source: Source, flavor: str, path: Path, overrides: Sequence[str], row
             continue
         ranks = len(row["peak_gib"])
         job_config, job = job_at(path, overrides, ranks, row["seq_len"])
-        costs = source.costs(flavor, job_config, dataclasses.replace(job, num_microbatches=row["microbatches"]))
+        known = source.costs(flavor, job_config, dataclasses.replace(job, num_microbatches=row["microbatches"]))
+        costs = known[True] if True in known and row["chunks"] else eager(known)
         plan = ChunkPlan.explicit(row["seq_len"], row["chunks"] or [row["seq_len"]])
         simulation = costs.simulate(plan)
         peak = max(costs.peak_bytes(simulation.schedule, plan)) / GIB
@@ -265,22 +324,56 @@ def check(source: Source, flavor: str, path: Path, overrides: Sequence[str], row
 
 # ------------------------------------------------------------------------------ Markdown
 def markdown(predictions: Sequence[Prediction], checks: Sequence[Check], used: dict[str, str], ranks: int) -> str:
-    lines = [f"# Predicted for {ranks} pipeline ranks", ""]
-    lines += [f"* {flavor}: costs {how}." for flavor, how in used.items()]
+    from stateflow.planning.paper import published
+
+    lines = [f"# Predicted for {ranks} pipeline ranks", "", "Simulated: nothing here ran on so many.", ""]
+    lines += [f"* {name}: costs {how}." for name, how in used.items()]
     lines += [
-        "", "Rates are of all ranks together, memory is of the fullest rank. \"Paper\" is Megatron / Swift on eight "
-        "A100-80GB. \"Of bound\" is the share of (M + P - 1) / (M + (P - 1) / N) that the speed-up reaches.",
+        "", "1F1B is whole sequences. MFU counts the model's FLOPs, not recomputation. \"Of bound\" is the share of "
+        "(M + P - 1) / (M + (P - 1) / N) that the speed-up reaches. Memory is of each rank, in brackets what does not "
+        "fit. \"Graphs\": faster with layers in CUDA graphs.", "", *steps_table(predictions),
     ]  # fmt: skip
+    compared = [
+        p for p in predictions
+        if p.recompute == "full" and published(p.flavor, p.tokens, p.microbatches, ranks) is not None
+    ]  # fmt: skip
+    if compared:
+        lines += ["", "Beside the paper: rates of all ranks together, memory of the fullest rank. \"Paper\" is "
+                  "Megatron / Swift on eight A100-80GB."]  # fmt: skip
     for title, hybrid in (("Linear recurrences (table 2)", False), ("Hybrids (table 3)", True)):
-        some = [p for p in predictions if p.hybrid == hybrid]
+        some = [p for p in compared if p.hybrid == hybrid]
         if some:
-            lines += ["", f"## {title}", "", *prediction_table(some)]
+            lines += ["", f"## {title}", "", *paper_table(some)]
     if checks:
         lines += ["", "## The simulator beside measured runs", "", *check_table(checks), "", error_text(checks)]
     return "\n".join(lines)
 
 
-def prediction_table(predictions: Sequence[Prediction]) -> list[str]:
+def steps_table(predictions: Sequence[Prediction]) -> list[str]:
+    columns = (
+        "model", "recomputation", "tokens", "M", "1F1B s/step", "MFU", "GiB", "N, alpha", "s/step", "tokens/s/GPU",
+        "MFU", "idle", "GiB", "speed-up", "of bound",
+    )  # fmt: skip
+    rows = []
+    for p in predictions:
+        whole = " / ".join(map(gib, p.whole_rank_bytes))
+        of_whole = ["OOM", "-", f"({whole})"]
+        if p.whole_seconds is not None:
+            of_whole = [f"{p.whole_seconds:.3f}", percent(p.whole_mfu, 1), whole]
+        of_best = ["-"] * 5
+        if p.seconds is not None:
+            peaks = " / ".join(map(gib, p.rank_bytes))
+            of_best = [f"{p.seconds:.3f}", f"{p.rate:,.0f}", percent(p.mfu, 1), percent(p.bubble, 1), peaks]
+        rows.append(
+            [
+                p.flavor, p.recompute, f"{p.tokens:,}", p.microbatches, *of_whole, chosen(p), *of_best,
+                times(p.speedup), percent(p.of_bound),
+            ]
+        )  # fmt: skip
+    return table(columns, rows)
+
+
+def paper_table(predictions: Sequence[Prediction]) -> list[str]:
     from stateflow.planning.paper import published
 
     columns = (
@@ -289,18 +382,16 @@ def prediction_table(predictions: Sequence[Prediction]) -> list[str]:
     )  # fmt: skip
     rows = []
     for p in predictions:
-        paper = published(p.flavor, p.tokens, p.microbatches, p.ranks) or (None, None)
+        paper = published(p.flavor, p.tokens, p.microbatches, p.ranks)
         speedups, memories = (
             " / ".join("-" if entry is None else times(getattr(entry, name)) for entry in paper)
             for name in ("speedup", "memory_ratio")
         )
-        chosen = "nothing fits" if p.num_chunks is None else f"{p.num_chunks}, {p.skew:g}"
-        share = "-" if p.of_bound is None else f"{p.of_bound:.0%}"
         rows.append(
             [
-                p.flavor, f"{p.tokens:,}", p.microbatches, rate(p, p.whole_seconds), gib(p.whole_bytes), chosen,
-                rate(p, p.seconds), gib(p.peak_bytes), times(p.speedup), speedups, share, times(p.memory_ratio),
-                memories,
+                p.flavor, f"{p.tokens:,}", p.microbatches, rate(p, p.whole_seconds), gib(p.whole_bytes), chosen(p),
+                rate(p, p.seconds), gib(p.peak_bytes), times(p.speedup), speedups, percent(p.of_bound),
+                times(p.memory_ratio), memories,
             ]
         )  # fmt: skip
     return table(columns, rows)
@@ -335,6 +426,14 @@ def error_text(checks: Sequence[Check]) -> str:
 
 def rate(p: Prediction, seconds: float | None) -> str:
     return "OOM" if seconds is None else f"{p.tokens * p.microbatches / seconds / 1e3:.1f}"
+
+
+def chosen(p: Prediction) -> str:
+    return "nothing fits" if p.num_chunks is None else f"{p.num_chunks}, {p.skew:g}" + ", graphs" * bool(p.graphs)
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def gib(count: int | None) -> str:

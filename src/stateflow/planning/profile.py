@@ -22,7 +22,8 @@ from stateflow.pipeline.schedule import Kind
 from stateflow.pipeline.stage import ChunkStage
 
 TAIL = 16
-REPEATS = 3  # at least; short chunks are repeated up to MOST_REPEATS times within ENOUGH_SECONDS
+# At least; short chunks are repeated up to MOST_REPEATS times within ENOUGH_SECONDS, with their prefixes.
+REPEATS = 3
 MOST_REPEATS, ENOUGH_SECONDS = 12, 1.0
 
 
@@ -92,10 +93,9 @@ def measure(
         return torch.cuda.max_memory_allocated(device)
 
     rounds: list[Point] = []
+    warm = 0.0  # when the first round was over
     try:
-        while len(rounds) <= repeats or (
-            len(rounds) <= MOST_REPEATS and sum(p.forward + p.backward for p in rounds) < ENOUGH_SECONDS
-        ):
+        while len(rounds) <= repeats or (len(rounds) <= MOST_REPEATS and now() - warm < ENOUGH_SECONDS):
             targets = [torch.randint(vocab_size, (batch, n), device=device) if is_last else None for n in lengths]
             if start:
                 with torch.no_grad():
@@ -131,6 +131,8 @@ def measure(
             )  # fmt: skip
             stage.reset()
             module.zero_grad(set_to_none=False)
+            if len(rounds) == 1:
+                warm = now()
     except torch.OutOfMemoryError:
         stage.reset()
         module.zero_grad()
@@ -150,7 +152,7 @@ class CostSurface:
 
     At one length the cost is a line in the start (a prefix costs in proportion to its length); between lengths the
     line's offset follows a parabola, kept within its neighbours, and its slope is linear. So eq. 9, with any constant
-    on top, is met exactly.
+    on top, is met exactly. A chunk longer than any measured one is summed from equal pieces: eq. 9 is additive.
     """
 
     def __init__(self, points: Sequence[tuple[int, int, float]]):
@@ -171,6 +173,12 @@ class CostSurface:
         ]
 
     def seconds(self, start: int, length: int) -> float:
+        pieces = max(1, -(-length // self.lengths[-1]))
+        cuts = [start + length * i // pieces for i in range(pieces + 1)]
+        return sum(self._within(cut, until - cut) for cut, until in zip(cuts, cuts[1:], strict=False))
+
+    def _within(self, start: int, length: int) -> float:
+        """Of a chunk no longer than the longest measured one."""
         lengths = self.lengths
         right = next((i for i, n in enumerate(lengths) if n >= length), len(lengths) - 1)
         right = max(1, right)
@@ -268,6 +276,14 @@ def points_to_measure(seq_len: int, shortest: int, reads_prefix: bool, multiple:
         if length not in lengths:
             held_out.append((_round(seq_len // part, multiple) if reads_prefix else 0, length))
     return points, held_out
+
+
+def points_of(lengths: Sequence[int], seq_len: int, reads_prefix: bool) -> list[tuple[int, int]]:
+    """(start, length) of chunks of ``lengths``, the longest first: at 0, and where it matters at the sequence's end."""
+    points = []
+    for length in sorted(set(lengths), reverse=True):
+        points += [(0, length)] + ([(seq_len - length, length)] if reads_prefix and length < seq_len else [])
+    return points
 
 
 def _round(length: int, multiple: int) -> int:

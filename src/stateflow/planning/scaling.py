@@ -4,9 +4,8 @@ A stage's time at (start, length) is taken apart into its layers and its head:
 
     layers(target) = layers(measured) * work(target) / work(measured),      head = last stage - its layers
 
-where ``work`` is counted (eq. 9): only the *ratio* of two counts of the same kinds of layers enters.  A chunk longer
-than anything measured is summed from pieces of the longest measured length: eq. 9 is additive.  Memory of units scales
-by the same kind of ratio.
+where ``work`` is counted (eq. 9): only the *ratio* of two counts of the same kinds of layers enters.  Memory of units
+scales by the same kind of ratio.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from stateflow.pipeline.accounting import StageFootprint
 from stateflow.pipeline.schedule import Kind
 from stateflow.planning.analytic import Analytic
 from stateflow.planning.costs import StageCost, stage_cost
-from stateflow.planning.profile import Cache, CostSurface, StageProfile
+from stateflow.planning.profile import Cache, StageProfile
 from stateflow.planning.search import with_measured_memory
 
 Composition = tuple[tuple[str, ...], bool, bool]  # kinds of the layers, embeds tokens, has the head
@@ -42,6 +41,7 @@ def measured_stages(cache: Cache, facts: dict) -> tuple[dict[Composition, StageP
     found: dict[str, dict[Composition, StageProfile]] = {}
     others = set()
     for key, about in cache.described().items():
+        about = {"cuda_graphs": False, **about}  # older caches do not say
         wrong = [f"{n} = {about.get(n)}" for n in facts if n not in free and about.get(n) != facts[n]]
         if wrong:
             others.add(", ".join(wrong))
@@ -61,11 +61,28 @@ def measured_stages(cache: Cache, facts: dict) -> tuple[dict[Composition, StageP
     return found[device], device
 
 
+def without_graphs(cache: Cache, facts: dict) -> dict[Composition, StageProfile] | None:
+    """The same stages with no layer in a CUDA graph, or None if they were not measured."""
+    try:
+        return measured_stages(cache, {**facts, "cuda_graphs": False})[0]
+    except ValueError:
+        return None
+
+
 class Scaled(Analytic):
     """``Analytic`` on the measured stages of ``use``, for any number of ranks."""
 
-    def use(self, profiles: Mapping[Composition, StageProfile]) -> Scaled:
-        """Raises ValueError without a stage that has layers and no head, or if a head is needed and none measured."""
+    def use(
+        self, profiles: Mapping[Composition, StageProfile], memory: Mapping[Composition, StageProfile] | None = None,
+        recorded: bool = False,
+    ) -> Scaled:
+        """Times of ``profiles``, and bytes of ``memory`` where it has a stage.
+
+        What a recorded layer works in belongs to its CUDA graph, and the allocator counts it as nobody's: stages that
+        were measured in graphs (``recorded``) want a ``memory`` that was not.
+
+        Raises ValueError without a stage that has layers and no head, or if a head is needed and none measured.
+        """
         kinds = self.job.model.layer_kinds()
         self._surfaces = {which: profile.surfaces() for which, profile in profiles.items()}
         plain = [which for which in profiles if which[0] and not which[2]]
@@ -79,8 +96,9 @@ class Scaled(Analytic):
         self._counted = {which: self._count(which, kinds) for which in profiles}
         self._plain, self._end = max(plain, key=lambda w: len(w[0])), (ends or [None])[0]
         self._wanted = wanted
+        self._unseen = set(profiles) - set(memory or ()) if recorded else set()
         for number, which in enumerate(wanted):
-            self.stages[number] = self._with_memory(self.stages[number], which, profiles)
+            self.stages[number] = self._with_memory(self.stages[number], which, {**profiles, **(memory or {})})
         return self
 
     def _count(self, which: Composition, kinds: Sequence[str]) -> StageCost:
@@ -101,43 +119,35 @@ class Scaled(Analytic):
         start, stop = plan.span(chunk)
         which = self._wanted[stage_index]
         if which in self._surfaces:
-            return _at(self._surfaces[which][kind], start, stop - start)
+            return self._surfaces[which][kind].seconds(start, stop - start)
         span = (kind, start, stop - start)
         seconds = self._layers(self._work(kind, self.stages[stage_index], *span[1:]), span)
         if which[2]:
             end = self._counted[self._end]
-            whole = _at(self._surfaces[self._end][kind], *span[1:])
+            whole = self._surfaces[self._end][kind].seconds(*span[1:])
             seconds += max(0.0, whole - self._layers(self._work(kind, end, *span[1:]), span))
         return seconds
 
     def _layers(self, work: float, span: tuple[Kind, int, int]) -> float:
         kind, start, length = span
         reference = self._work(kind, self._counted[self._plain], start, length)
-        return _at(self._surfaces[self._plain][kind], start, length) * work / reference
+        return self._surfaces[self._plain][kind].seconds(start, length) * work / reference
 
     def _with_memory(self, stage: StageCost, which: Composition, profiles) -> StageCost:
         """The stage with counted bytes of units in the ratio that was measured to counted, where a GPU has counted."""
         reference = which if which in profiles else self._end if which[2] else self._plain
         counted = self._counted[reference]
-        measured = with_measured_memory(counted, profiles[reference])
+        measured = with_measured_memory(counted, profiles[reference], reference in self._unseen)
         if measured is counted:
             return stage
         scaled = {n: _ratio(stage.footprint, counted.footprint, measured.footprint, n) for n in _MEASURED_BYTES}
-        return replace(stage, footprint=replace(stage.footprint, working_bytes=0, **scaled))
+        constant = measured.footprint.working_bytes  # of the head and the embedding: as large in any stage
+        return replace(stage, footprint=replace(stage.footprint, working_bytes=constant, **scaled))
 
 
 def _ratio(target: StageFootprint, counted: StageFootprint, measured: StageFootprint, name: str) -> int:
     before = getattr(counted, name)
     return round(getattr(target, name) * getattr(measured, name) / before) if before else getattr(measured, name)
-
-
-def _at(surface: CostSurface, start: int, length: int) -> float:
-    longest = surface.lengths[-1]
-    seconds = 0.0
-    while length > longest:
-        seconds += surface.seconds(start, longest)
-        start, length = start + longest, length - longest
-    return seconds + surface.seconds(start, length)
 
 
 def describe(which: Composition) -> str:

@@ -47,10 +47,11 @@ class Measured(Analytic):
     ``profiles[stage]`` is the profile of each stage; all with a whole backward, or all with a split one.
     """
 
-    def use(self, profiles: Sequence[StageProfile]) -> Measured:
+    def use(self, profiles: Sequence[StageProfile], recorded: bool = False) -> Measured:
+        """``recorded``: the layers of the profiles ran in CUDA graphs."""
         distinct = {id(profile): profile.surfaces() for profile in profiles}
         self.surfaces: list[dict[Kind, CostSurface]] = [distinct[id(profile)] for profile in profiles]
-        self.stages = [with_measured_memory(s, p) for s, p in zip(self.stages, profiles, strict=True)]
+        self.stages = [with_measured_memory(s, p, recorded) for s, p in zip(self.stages, profiles, strict=True)]
         return self
 
     def _seconds(self, plan: ChunkPlan, kind: Kind, stage_index: int, chunk: int) -> float:
@@ -83,26 +84,39 @@ class Measured(Analytic):
         return max(w + self.job.num_microbatches * t for w, t in zip(way, work, strict=True))
 
 
-def with_measured_memory(stage, profile: StageProfile):
-    """The stage with what its largest measured chunk saved and needed, where a GPU has counted it."""
+def with_measured_memory(stage, profile: StageProfile, recorded: bool = False):
+    """The stage with what its largest measured chunks saved and needed, where a GPU has counted it.
+
+    What a backward needs is a line through the two longest: the head's and the embedding's gradients do not grow. What
+    layers need that were ``recorded`` in a CUDA graph is the graph's, and seen by nobody: it is at least what is
+    counted.
+    """
     seen = [p for p in profile.points if not p.failed and p.saved_bytes is not None]
     # A chunk at 0 allocates the K/V window, too: look at others where there are some.
     seen = [p for p in seen if p.start] or seen
     if not seen:
         return stage
-    largest = max(seen, key=lambda p: p.length)
+    by_length = {p.length: p for p in seen}
+    *shorter, largest = (by_length[n] for n in sorted(by_length))
+    constant = 0
+    if shorter:
+        slope = (largest.backward_bytes - shorter[-1].backward_bytes) / (largest.length - shorter[-1].length)
+        constant = round(largest.backward_bytes - max(0.0, slope) * largest.length)
+        constant = max(0, constant)
     footprint = stage.footprint
     saved = max(0, largest.saved_bytes - footprint.carry_bytes)
+    forward = -(-max(0, largest.forward_bytes - constant) // largest.length)
+    backward = -(-max(0, largest.backward_bytes - constant) // largest.length)
+    if recorded:
+        forward = max(forward, footprint.forward_bytes_per_token)
+        backward = max(backward, footprint.backward_bytes_per_token)
     return replace(
         stage,
         footprint=replace(
-            footprint,
-            saved_bytes_per_token=-(-saved // largest.length),
-            forward_bytes_per_token=-(-max(0, largest.forward_bytes) // largest.length),
-            backward_bytes_per_token=-(-max(0, largest.backward_bytes) // largest.length),
-            working_bytes=0,  # is in the measured figures
+            footprint, saved_bytes_per_token=-(-saved // largest.length), forward_bytes_per_token=forward,
+            backward_bytes_per_token=backward, working_bytes=constant,
         ),
-    )
+    )  # fmt: skip
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import tempfile
 import time
@@ -57,6 +58,7 @@ class LocalStages:
 
     def release(self) -> None:
         self._built = self._module = None
+        gc.collect()  # the module is part of cycles: its memory would go in the midst of a later measurement
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
