@@ -188,8 +188,6 @@ def local_kernel(
             place(q_tiles, turned(C_groups, biases(C_biases.index(i), pairs, wide, R), sin, cos))
         k = turned(B_groups, biases(B_biases.index(i), pairs, wide, R), sin, cos)
         place(k_tiles, k)
-        # Of a whole chunk, so that the compiler knows which of a thread's tokens it is none of.
-        store_token(k_bound_ptr + (bound + 1) * N, k, C - 1, end >= C, pairs, wide, sizes)
         mbarrier.wait(x_ready.index(i % 2), (i // 2) & 1)
         weight = all_to_end.index(i).load(gl.SliceLayout(1, values))
         v = x_tiles.index(i % 2).load(values).to(gl.float32) * gl.expand_dims(weight, 1)
@@ -207,6 +205,8 @@ def local_kernel(
         added[1].store(second.to(dtype))
         fence_async_shared()
         _write(states_desc, added, row * P)
+        # Behind the fences. Of a whole chunk, so that the compiler knows which of a thread's tokens it is none of.
+        store_token(k_bound_ptr + (bound + 1) * N, k, C - 1, end >= C, pairs, wide, sizes)
     tma.store_wait(pendings=0)
 
     if end < C:

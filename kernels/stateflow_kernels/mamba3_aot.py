@@ -63,6 +63,8 @@ def _specialized_cases() -> list[AotCase]:
         names = kernel.arg_names
         values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, HEADS=hopper_mamba3.HEADS, HAS_DOCS=not absent) | absent
         values |= dict(ROW_REGISTERS=hopper_mamba3.ROW_REGISTERS)
+        if kernel is local_kernel:
+            values |= dict(HEADS=hopper_mamba3.local_heads(_H, with_rows=not absent))
         values = {n: value for n, value in values.items() if n in names}
         kinds = {n: "*bf16" if n in _LOW else "*fp32" if n.endswith("_ptr") else "i32" for n in names}
         kinds |= dict(doc_start_ptr="*i64", cos_sin_rows_ptr="*fp16")

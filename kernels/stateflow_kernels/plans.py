@@ -31,6 +31,9 @@ VARIABLE = "STATEFLOW_PLAN_TABLE"
 SHIPPED = Path(__file__).parent / "tables"
 DEFAULTS = {"gated_delta_rule": gated_delta_rule.default_plan, "mamba3": mamba3_rule.default_plan}
 
+# So many walks a multiprocessor are many (fewer were not measured), and the stages that they then have.
+MANY_WALKS, SHALLOW = 4, 4
+
 # Of walks in segments, see `in_segments`; the fastest ones on an H200.
 WIDE_WALKS = {
     "transition": Tile(64, 4, 2, specialized=True),
@@ -141,11 +144,13 @@ def _choose(
     if num_segments > 1:
         choice = _choose(family, device, dtype, batch, bucket, *sizes, num_angles, 1)
         return dataclasses.replace(choice, plan=in_segments(choice.plan, num_segments, v_dim))
-    return Choice(fallback_plan(device, dtype, k_dim, v_dim, family))
+    return Choice(fallback_plan(device, dtype, k_dim, v_dim, family, batch * num_heads))
 
 
-def fallback_plan(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int, family: str = "gated_delta_rule"):
-    """The plan that fits any shape on this device."""
+def fallback_plan(
+    device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int, family: str = "gated_delta_rule", heads: int = 0
+):
+    """The plan that fits any shape on this device. `heads`: of all sequences, if known; no bits depend on it."""
     if device.type != "cuda":
         return DEFAULTS[family](k_dim, v_dim, dtype)
     shared_memory = shared_memory_of(device)
@@ -157,7 +162,18 @@ def fallback_plan(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: i
         plan = dataclasses.replace(plan, **tiles)
         if (k_dim, v_dim) in {size[:2] for size in hopper_mamba3.SIZES}:
             plan = dataclasses.replace(plan, gradient_heads=hopper_mamba3.GRADIENT_HEADS)
+        plan = _with_shallow_scans(plan, heads, v_dim, hopper_mamba3.num_multiprocessors(device))
     return plan
+
+
+def _with_shallow_scans(plan, heads: int, v_dim: int, num_multiprocessors: int):
+    """With shorter load pipelines where scans are many programs: those of 80 heads are 7 to 9 % faster on an H200."""
+    changes = {}
+    for name in ("scan", "scan_backward"):
+        tile = getattr(plan, name)
+        if heads * triton.cdiv(v_dim, tile.block_v) >= MANY_WALKS * num_multiprocessors:
+            changes[name] = dataclasses.replace(tile, num_stages=SHALLOW)
+    return dataclasses.replace(plan, **changes)
 
 
 def _with_specialized_kernels(plan, k_dim: int, v_dim: int, shared_memory: int):

@@ -73,3 +73,21 @@ def test_what_the_backward_starts_with_is_what_tritons_leave(with_docs, monkeypa
             left.append([getattr(prepared, name) for name in names] + [back.grad_read, back.grad_states])
     assert_close(left[0], left[2], 1e-3)
     assert_close(left[1], left[2], 1e-3)
+
+
+@pytest.mark.parametrize("with_docs", [False, True])
+def test_no_bit_depends_on_how_many_heads_a_program_of_local_has(with_docs, monkeypatch):
+    torch.manual_seed(0)
+    inputs = rule.Inputs(*(x.detach() for x in make_inputs(1, 100, 4, *SIZES, dtype=torch.bfloat16)))
+    docs = documents(1, 100, rate=0.03) if with_docs else None
+    left = []
+    with hopper_on_the_cpu(monkeypatch):
+        for many, heads in ((80, 2), (4, 4)):
+            monkeypatch.setattr(hopper_mamba3, "MANY_HEADS", many)
+            assert hopper_mamba3.local_heads(4, with_rows=False) == heads
+            assert hopper_mamba3.local_heads(4, with_rows=True) == hopper_mamba3.local_heads(5, with_rows=False) == 2
+            prepared = rule.Prepared(rule.Problem(inputs, docs, NORM_EPS, A_FLOOR), with_rows=False)
+            prepared.gates()
+            prepared.local(PLAN.local, prepared.whole)
+            left.append([getattr(prepared, name) for name in ("states", "k_bound", "v_bound")])
+    assert_same_bits(*left)

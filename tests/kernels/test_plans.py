@@ -215,6 +215,20 @@ def test_walks_in_segments(on_gpu):
     assert look_up() == plan(3)
 
 
+def test_many_walks_have_short_load_pipelines(on_gpu, monkeypatch):
+    monkeypatch.setattr(plans.hopper, "available", lambda device: True)
+    monkeypatch.setattr(plans.hopper_mamba3, "num_multiprocessors", lambda device: 132)
+
+    def stages(num_heads: int, batch: int = 1) -> tuple[int, int]:
+        plan = plans.fallback_plan(GPU, torch.bfloat16, 128, 64, "mamba3", batch * num_heads)
+        assert plans.choice_for(Shape("mamba3", num_heads, 1, 128, 64, "bfloat16", batch, 8192, 32), GPU).plan == plan
+        return plan.scan.num_stages, plan.scan_backward.num_stages
+
+    assert [stages(heads) for heads in (24, 40, 80)] == [(8, 8), (8, 8), (4, 4)]
+    assert stages(40, batch=2) == (4, 4)
+    assert plans.fallback_plan(GPU, torch.bfloat16, 128, 64, "mamba3").scan.num_stages == 8
+
+
 def test_any_length_and_number_of_heads_finds_an_entry(on_gpu):
     entries = [Entry(shape(heads, tokens), Plan(pre=Tile(32, 4, i + 1))) for i, (heads, tokens) in enumerate(
         [(20, 8192), (20, 32768), (10, 8192)]

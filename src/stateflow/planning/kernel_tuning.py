@@ -438,7 +438,8 @@ def run(
         if shape.segments > 1:  # what runs without an entry
             plan = plans.choice_for(replace(shape, segments=1), device).plan
             return plans.in_segments(plan, shape.segments, shape.v_dim)
-        return plans.fallback_plan(device, getattr(torch, shape.dtype), shape.k_dim, shape.v_dim, shape.family)
+        sizes = (shape.k_dim, shape.v_dim, shape.family, shape.batch * shape.num_heads)
+        return plans.fallback_plan(device, getattr(torch, shape.dtype), *sizes)
 
     if seconds is None:
         seconds = SECONDS_A_GROUP * len(groups_of(shapes)) + SECONDS_A_SHAPE * len(shapes)
