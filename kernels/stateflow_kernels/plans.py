@@ -35,7 +35,7 @@ DEFAULTS = {"gated_delta_rule": gated_delta_rule.default_plan, "mamba3": mamba3_
 WIDE_WALKS = {
     "transition": Tile(64, 4, 2, specialized=True),
     "transition_out": Tile(64, 4, 2, specialized=True),
-    "transition_backward": Tile(64, 8, 2, specialized=True),
+    "transition_backward": Tile(64, 4, 2, specialized=True),
 }
 
 _forced = None
