@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .decays import FACTORS
+from .hopper_common import in_float32, unknown_zero
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk", "end_chunk"]
 
@@ -93,17 +94,36 @@ def _pair_decay(factors, layout: gl.constexpr, WITH_ITSELF: gl.constexpr):
 
 
 @gluon.jit
-def _queries(slots, all_factors, pairs, grad_q_tile, sums, barriers, scale, steps, NORMALIZE: gl.constexpr):
+def _tiles_at(slots, i):
+    """What was fetched."""
+    return (
+        slots[0].index(i),
+        slots[1].index(i),
+        slots[2].index(i),
+        slots[3].index(i),
+        slots[4].index(i),
+        slots[5].index(i),
+        slots[6].index(i),
+        slots[7].index(i),
+    )
+
+
+@gluon.jit
+def _queries(
+    slots, all_factors, all_pairs, grad_q_tiles, sums, barriers, scale, num_tokens, steps, NORMALIZE: gl.constexpr
+):
     """M, dq and <q', q> of each chunk."""
-    grad_o, _, state, v_new, _, _, k, q = slots
     full, empty, made, taken = barriers
-    dtype: gl.constexpr = k.dtype
-    C: gl.constexpr = k.shape[0]
-    K: gl.constexpr = k.shape[1]
+    dtype: gl.constexpr = slots[0].dtype
+    C: gl.constexpr = all_factors.shape[2]
+    K: gl.constexpr = slots[-1].shape[2]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K, 16])
     for i in range(0, steps):
         phase = i & 1
+        zero = unknown_zero(num_tokens, i)
+        grad_o, _, state, v_new, _, _, k, q = _tiles_at(slots, zero)
+        pairs, grad_q_tile = all_pairs.index(zero), grad_q_tiles.index(zero)
         factors = all_factors.index(i & 1)
         mbarrier.wait(full.index(GRAD_O), phase)
         mbarrier.wait(full.index(V_NEW), phase)
@@ -132,7 +152,7 @@ def _queries(slots, all_factors, pairs, grad_q_tile, sums, barriers, scale, step
         grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
         _release(empty.index(KEYS))
         mbarrier.arrive(taken.index(PAIRS))
-        rows = q.load(wide).to(gl.float32)
+        rows = in_float32(q.load(wide))
         along = gl.sum(grad_q * rows, axis=1)
         if NORMALIZE:
             grad_q = grad_q - gl.expand_dims(along, 1) * (q_norm * q_norm) * rows
@@ -148,17 +168,21 @@ def _queries(slots, all_factors, pairs, grad_q_tile, sums, barriers, scale, step
 
 
 @gluon.jit
-def _keys(slots, all_factors, pairs, system, grad_k_tile, sums, barriers, steps, NORMALIZE: gl.constexpr):
+def _keys(
+    slots, all_factors, all_pairs, systems, grad_k_tiles, sums, barriers, num_tokens, steps, NORMALIZE: gl.constexpr
+):
     """dk, and what it tells of the gates, of each chunk."""
-    _, solved, state, v_new, grad_state, _, k, q = slots
     full, empty, made, taken = barriers
-    dtype: gl.constexpr = k.dtype
-    C: gl.constexpr = k.shape[0]
-    K: gl.constexpr = k.shape[1]
+    dtype: gl.constexpr = slots[0].dtype
+    C: gl.constexpr = all_factors.shape[2]
+    K: gl.constexpr = slots[-1].shape[2]
     square: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K, 16])
     for i in range(0, steps):
         phase = i & 1
+        zero = unknown_zero(num_tokens, i)
+        _, solved, state, v_new, grad_state, _, k, q = _tiles_at(slots, zero)
+        pairs, system, grad_k_tile = all_pairs.index(zero), systems.index(zero), grad_k_tiles.index(zero)
         factors = all_factors.index(i & 1)
         mbarrier.wait(full.index(SOLVED), phase)
         mbarrier.wait(full.index(V_NEW), phase)
@@ -167,24 +191,25 @@ def _keys(slots, all_factors, pairs, system, grad_k_tile, sums, barriers, steps,
         mbarrier.wait(full.index(STATE), phase)
         read = gl.zeros([C, K], gl.float32, wide)
         read = warpgroup_mma(solved, state.permute((1, 0)), read, use_acc=False, is_async=True)
+        mbarrier.wait(full.index(NUMBERS + (i & 1)), i >> 1 & 1)
+        rows = warpgroup_mma_wait(1, deps=(rows,))
+        rows = rows * _pair_decay(factors, square, False) * _row(factors, K_NORM, square)
+        rows = -rows * _column(factors, K_NORM, square)
+        system.store((rows * _row(factors, BETA, square)).to(dtype))
+        fence_async_shared()
+        # Only now: before, its sums would make others spill, whose loads take longer than this product.
         mbarrier.wait(full.index(GRAD_STATE), phase)
         from_end = gl.zeros([C, K], gl.float32, wide)
         from_end = warpgroup_mma(v_new, grad_state.permute((1, 0)), from_end, use_acc=False, is_async=True)
-        mbarrier.wait(full.index(NUMBERS + (i & 1)), i >> 1 & 1)
-        rows = warpgroup_mma_wait(2, deps=(rows,))
-        rows = rows * _pair_decay(factors, square, False) * _row(factors, K_NORM, square)
-        rows = -rows * _column(factors, K_NORM, square)
-        below = (rows * _row(factors, BETA, square)).to(dtype)
-        system.store(below)
-        fence_async_shared()
-        read, from_end = warpgroup_mma_wait(0, deps=(read, from_end))
+        read = warpgroup_mma_wait(1, deps=(read,))
         _release(empty.index(SOLVED))
         mbarrier.arrive(empty.index(STATE))
-        mbarrier.arrive(empty.index(V_NEW))
+        from_end = warpgroup_mma_wait(0, deps=(from_end,))
+        _release(empty.index(V_NEW))
         mbarrier.arrive(empty.index(GRAD_STATE))
 
         mbarrier.wait(full.index(KEYS), phase)
-        keys = k.load(wide).to(gl.float32)
+        keys = in_float32(k.load(wide))
         read_dots = gl.sum(read * keys, axis=1)
         end_dots = gl.sum(from_end * keys, axis=1)
         grad_k = from_end * _row(factors, KAPPA, wide) - read * _row(factors, READ, wide)
@@ -195,7 +220,8 @@ def _keys(slots, all_factors, pairs, system, grad_k_tile, sums, barriers, steps,
         products = warpgroup_mma_wait(2, deps=(products,))
         vector: gl.constexpr = gl.SliceLayout(1, wide)
         system_dots = gl.convert_layout(gl.sum(rows * products, axis=1), vector)
-        below_dots = gl.convert_layout(gl.sum(below.to(gl.float32) * products, axis=1), vector)
+        below = system.load(square)  # kept in registers it would make others spill
+        below_dots = gl.convert_layout(gl.sum(in_float32(below) * products, axis=1), vector)
         mbarrier.wait(made.index(PAIRS), phase)
         mbarrier.wait(full.index(QUERIES), phase)
         grad_k = warpgroup_mma(pairs.permute((1, 0)), q, grad_k, is_async=True)
@@ -207,7 +233,7 @@ def _keys(slots, all_factors, pairs, system, grad_k_tile, sums, barriers, steps,
         grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
         _release(empty.index(QUERIES))
         mbarrier.arrive(taken.index(PAIRS))
-        keys = k.load(wide).to(gl.float32)
+        keys = in_float32(k.load(wide))
         along = gl.sum(grad_k * keys, axis=1)
         if NORMALIZE:
             grad_k = grad_k - gl.expand_dims(along * k_norm * k_norm, 1) * keys
@@ -275,11 +301,10 @@ def _values(
 
     The pointers are at this head's first number.
     """
-    _, solved, state, _, grad_state, v, k, _ = slots
-    full, empty, _, _ = barriers
-    dtype: gl.constexpr = k.dtype
-    C: gl.constexpr = k.shape[0]
-    K: gl.constexpr = k.shape[1]
+    full, empty = barriers[0], barriers[1]
+    dtype: gl.constexpr = slots[0].dtype
+    C: gl.constexpr = all_factors.shape[2]
+    K: gl.constexpr = slots[-1].shape[2]
     PIECE: gl.constexpr = 32  # rows at a time, for the registers
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
     piece_rows: gl.constexpr = gl.SliceLayout(1, tile)
@@ -288,6 +313,7 @@ def _values(
     offset = gl.expand_dims(ts, 1) * (H * V) + gl.expand_dims(vs, 0)
     for i in range(0, steps):
         phase = i & 1
+        _, solved, state, _, grad_state, v, _, _ = _tiles_at(slots, unknown_zero(num_tokens, i))
         factors = all_factors.index(i & 1)
         dots = state_dots.index(i & 1)
         value_sums = sums.index(FROM_VALUE + SUMS * (i & 1))
@@ -296,8 +322,8 @@ def _values(
         mbarrier.wait(full.index(SOLVED), phase)
         mbarrier.wait(full.index(VALUES), phase)
         for row in gl.static_range(0, C, PIECE):
-            a = solved.slice(row, PIECE).load(tile).to(gl.float32)
-            x = v.slice(row, PIECE).load(tile).to(gl.float32)
+            a = in_float32(solved.slice(row, PIECE).load(tile))
+            x = in_float32(v.slice(row, PIECE).load(tile))
             value_sums.slice(row, PIECE).store(gl.sum(a * x, axis=1))
             grad_v = a * gl.expand_dims(_numbers(factors, BETA, piece_rows, row, PIECE), 1)
             start = (token + row).to(gl.int64) * (H * V)
@@ -308,8 +334,8 @@ def _values(
         mbarrier.wait(full.index(STATE), phase)
         mbarrier.wait(full.index(GRAD_STATE), phase)
         for row in gl.static_range(0, K, PIECE):
-            before = state.slice(row, PIECE).load(tile).to(gl.float32)
-            grad_after = grad_state.slice(row, PIECE).load(tile).to(gl.float32)
+            before = in_float32(state.slice(row, PIECE).load(tile))
+            grad_after = in_float32(grad_state.slice(row, PIECE).load(tile))
             dots.slice(row, PIECE).store(gl.sum(before * grad_after, axis=1))
         _release(empty.index(STATE))
         mbarrier.arrive(empty.index(GRAD_STATE))
@@ -329,7 +355,7 @@ def _load(desc, row, column, slot, full, empty, tile, phase):
 def _fetch(descs, slots, all_factors, barriers, key_column, v_column, row, first, steps):
     """All loads, of each chunk in the order in which the places become free."""
     grad_o_desc, solved_desc, states_desc, v_new_desc, grad_states_desc, v_desc, factors_desc, k_desc, q_desc = descs
-    grad_o, solved, state, v_new, grad_state, v, k, q = slots
+    grad_o, solved, state, v_new, grad_state, v, k, q = _tiles_at(slots, 0)
     full, empty, _, _ = barriers
     C: gl.constexpr = k.shape[0]
     K: gl.constexpr = k.shape[1]
@@ -350,8 +376,9 @@ def _fetch(descs, slots, all_factors, barriers, key_column, v_column, row, first
 
 
 @gluon.jit
-def _write(grad_q_desc, grad_k_desc, grad_q_tile, grad_k_tile, barriers, key_column, first, steps):
+def _write(grad_q_desc, grad_k_desc, grad_q_tiles, grad_k_tiles, barriers, key_column, first, steps):
     _, _, made, taken = barriers
+    grad_q_tile, grad_k_tile = grad_q_tiles.index(0), grad_k_tiles.index(0)
     C: gl.constexpr = grad_k_tile.shape[0]
     for i in range(0, steps):
         phase = i & 1
@@ -400,21 +427,21 @@ def gradients_kernel(
     first = first_chunk + (pid // H) * GROUP
     steps = gl.minimum(end_chunk - first, GROUP)
     slots = (
-        gl.allocate_shared_memory(dtype, [C, V], grad_o_desc.layout),
-        gl.allocate_shared_memory(dtype, [C, V], solved_desc.layout),
-        gl.allocate_shared_memory(dtype, [K, V], states_desc.layout),
-        gl.allocate_shared_memory(dtype, [C, V], v_new_desc.layout),
-        gl.allocate_shared_memory(dtype, [K, V], grad_states_desc.layout),
-        gl.allocate_shared_memory(dtype, [C, V], v_desc.layout),
-        gl.allocate_shared_memory(dtype, [C, K], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [C, K], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, C, V], grad_o_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, C, V], solved_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, K, V], states_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, C, V], v_new_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, K, V], grad_states_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, C, V], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, C, K], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, C, K], q_desc.layout),
     )
     factors = gl.allocate_shared_memory(gl.float32, [2, factors_desc.block_type.shape[0], C], factors_desc.layout)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
-    pairs = gl.allocate_shared_memory(dtype, [C, C], square)
-    system = gl.allocate_shared_memory(dtype, [C, C], square)
-    grad_q_tile = gl.allocate_shared_memory(dtype, [C, K], grad_q_desc.layout)
-    grad_k_tile = gl.allocate_shared_memory(dtype, [C, K], grad_k_desc.layout)
+    pairs = gl.allocate_shared_memory(dtype, [1, C, C], square)
+    system = gl.allocate_shared_memory(dtype, [1, C, C], square)
+    grad_q_tile = gl.allocate_shared_memory(dtype, [1, C, K], grad_q_desc.layout)
+    grad_k_tile = gl.allocate_shared_memory(dtype, [1, C, K], grad_k_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     sums = gl.allocate_shared_memory(gl.float32, [2 * SUMS, C], plain)
     state_dots = gl.allocate_shared_memory(gl.float32, [2, K], plain)
@@ -435,8 +462,8 @@ def gradients_kernel(
     key_column, v_column = head * K, head * V
     gl.warp_specialize(
         [
-            (_keys, (slots, factors, pairs, system, grad_k_tile, sums, barriers, steps, NORMALIZE)),
-            (_queries, (slots, factors, pairs, grad_q_tile, sums, barriers, scale, steps, NORMALIZE)),
+            (_keys, (slots, factors, pairs, system, grad_k_tile, sums, barriers, num_tokens, steps, NORMALIZE)),
+            (_queries, (slots, factors, pairs, grad_q_tile, sums, barriers, scale, num_tokens, steps, NORMALIZE)),
             (
                 _values,
                 (

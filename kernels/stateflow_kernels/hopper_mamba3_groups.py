@@ -9,6 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_common import in_float32, unknown_zero
+
 # What is fetched, and how many warpgroups read it: q, k and their turns; x and dY; z and dy; S~; E; the numbers, which
 # have two places.
 ROWS, VALUES, GATE, STATE, GRAD_STATE, NUMBERS = map(gl.constexpr, range(6))
@@ -37,16 +39,6 @@ def release(barrier):
 
 
 @gluon.jit
-def unknown_zero(num_tokens, i):
-    """0, which the compiler does not know, and not that it is the same in every round of the loop.
-
-    With it as a tile's index, addresses and descriptors of tiles are computed anew in each round. Else they would all
-    be computed ahead: there are not enough registers to keep them, and the load of a spilled one takes 450 cycles.
-    """
-    return (num_tokens + i) >> 31
-
-
-@gluon.jit
 def tiles_at(tiles, i):
     """What was fetched."""
     return (
@@ -71,16 +63,6 @@ def _row(numbers, j, layout: gl.constexpr):
 def _column(numbers, j, layout: gl.constexpr):
     """[1, C]"""
     return gl.expand_dims(numbers.index(j).load(gl.SliceLayout(0, layout)), 0)
-
-
-@gluon.jit
-def _wide(x):
-    """To float32: from bfloat16 one instruction a number, not one and a half."""
-    if x.dtype == gl.bfloat16:
-        code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-        return gl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
-    else:
-        return x.to(gl.float32)
 
 
 @gluon.jit
@@ -125,7 +107,7 @@ def starts(doc_start_ptr, n, num_tokens, C: gl.constexpr, layout: gl.constexpr):
 def _turned_gradient(grad, rows_tile, layout: gl.constexpr):
     """Of the angles [C, C / 2], from that of turned columns [C, C] and the turned rows; and its halves."""
     first, second = _halves(grad)
-    rows_first, rows_second = _halves(_wide(rows_tile.load(layout)))
+    rows_first, rows_second = _halves(in_float32(rows_tile.load(layout)))
     theta = second * rows_first - first * rows_second
     return theta, first, second
 
@@ -414,8 +396,8 @@ def values(tiles, numbers, made_tiles, all_ones, sums, barriers, n, num_tokens, 
         mbarrier.arrive(empty[ROWS])
         read = read * from_start
         grad_v = grad_v * to_end
-        values = _wide(x.load(square))
-        grads = _wide(grad_read.load(square))
+        values = in_float32(x.load(square))
+        grads = in_float32(grad_read.load(square))
         grad_both = gl.sum(values * grads, axis=1)
         from_state = gl.sum(read * grads, axis=1)
         at_end = gl.sum(grad_v * values, axis=1)
@@ -442,10 +424,10 @@ def values(tiles, numbers, made_tiles, all_ones, sums, barriers, n, num_tokens, 
         mbarrier.arrive(taken[PAIRS])
         grad_v = grad_v.to(dtype)
         mbarrier.wait(full[GATE], phase)
-        gate = _wide(z.load(square))
+        gate = in_float32(z.load(square))
         share = reciprocal(1.0 + _power(gate * -1.4426950408889634))
         read = read * (share * (1.0 + gate * (1.0 - share)))
-        read = read * _wide(grad_y.load(square))
+        read = read * in_float32(grad_y.load(square))
         gl.thread_barrier()
         z.store(read.to(dtype))
         grad_y.store(grad_v)

@@ -137,7 +137,7 @@ def transition_out_kernel(
     )
     rows = gl.allocate_shared_memory(dtype, [TILES, C, BV], o_desc.layout)
     outputs = gl.allocate_shared_memory(dtype, [TILES, C, BV], o_desc.layout)
-    operand = gl.allocate_shared_memory(dtype, [C, BV], o_desc.layout)
+    operand = gl.allocate_shared_memory(dtype, [1, C, BV], o_desc.layout)
     ready = _barriers(STAGES)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -62,7 +62,7 @@ def transition_maps_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, 4, C], factors_desc.layout),
     )
     states = gl.allocate_shared_memory(dtype, [1, K, BV], gl.NVMMASharedLayout.get_default_for([K, BV], gl.bfloat16))
-    operand = gl.allocate_shared_memory(dtype, [C, BV], v_desc.layout)
+    operand = gl.allocate_shared_memory(dtype, [1, C, BV], v_desc.layout)
     ready, empty = _barriers(STAGES), _barriers(STAGES)
     fence_async_shared()
     # The identity's columns where V's end, and 0 before.
@@ -133,8 +133,8 @@ def transition_backward_maps_kernel(
     )
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, BV], gl.bfloat16)
     states = gl.allocate_shared_memory(dtype, [STAGES, K, BV], layout)
-    scaled_y = gl.allocate_shared_memory(dtype, [C, BV], grad_y_desc.layout)
-    operand = gl.allocate_shared_memory(dtype, [C, BV], grad_y_desc.layout)
+    scaled_y = gl.allocate_shared_memory(dtype, [1, C, BV], grad_y_desc.layout)
+    operand = gl.allocate_shared_memory(dtype, [1, C, BV], grad_y_desc.layout)
     ready, empty = _barriers(STAGES), _barriers(STAGES)
     fence_async_shared()
     state = gl.zeros([K, BV], gl.float32, acc)

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .decays import FACTORS
+from .hopper_common import unknown_zero
 
 _LENGTHS = ["num_chunks", "first_chunk", "end_chunk", "num_segments"]
 
@@ -117,6 +118,21 @@ def _fetch(descs, columns, slots, ready, empty, row, first_chunk, end_chunk):
 
 
 @gluon.jit
+def _give_back(empty, i):
+    """In the i-th step that of the one before."""
+    if i > 0:
+        mbarrier.arrive(empty)
+
+
+@gluon.jit
+def _next_ready(ready, i, steps, following: gl.constexpr):
+    """Waits for what the step after the i-th one reads."""
+    STAGES: gl.constexpr = ready.shape[0]
+    if i + 1 < steps:
+        mbarrier.wait(ready.index(following), ((i + 1) // STAGES) & 1)
+
+
+@gluon.jit
 def _walk(state, state_out, is_last, slots, states, rows, operand, barriers, steps, KEEP: gl.constexpr):
     """ST's chain of products. What does not lie on it is done while a product runs.
 
@@ -127,43 +143,57 @@ def _walk(state, state_out, is_last, slots, states, rows, operand, barriers, ste
     dtype: gl.constexpr = k_slots.dtype
     STAGES: gl.constexpr = k_slots.shape[0]
     TILES: gl.constexpr = states.shape[0]
+    # With two stages a step waits for its copies, so first of all its slot is given back to them; with more they have
+    # come when the step before ends, and what has to do with them is done while a product runs.
+    AHEAD: gl.constexpr = STAGES > 2
     acc: gl.constexpr = state.type.layout
     C: gl.constexpr = solve_slots.shape[1]
     BV: gl.constexpr = state.shape[1]
     zeros = gl.zeros([C, BV], gl.float32, acc)
     states.index(0).store(state.to(dtype))
+    if AHEAD:
+        _next_ready(ready, -1, steps, 0)
     for first in range(0, steps, STAGES):
-        for slot in gl.static_range(STAGES):  # known to the compiler: no arithmetic for addresses
+        for slot in gl.static_range(STAGES):
             if first + slot < steps:
                 tile: gl.constexpr = slot % TILES
                 following: gl.constexpr = (slot + 1) % TILES
-                k = k_slots.index(slot)
+                zero = unknown_zero(steps, first + slot)
+                k = k_slots.index(slot + zero)
+                this_state, next_state = states.index(tile + zero), states.index(following + zero)
+                rounded = operand.index(zero)
                 factors = factors_slots.index(slot)
                 fence_async_shared()
+                if not AHEAD:
+                    mbarrier.wait(ready.index(slot), (first // STAGES) & 1)
+                read = warpgroup_mma(k, this_state, zeros, use_acc=False, is_async=True)
                 if KEEP:
                     mbarrier.arrive(states_full.index(tile))
-                mbarrier.wait(ready.index(slot), (first // STAGES) & 1)
-                read = warpgroup_mma(k, states.index(tile), zeros, use_acc=False, is_async=True)
+                if AHEAD:
+                    _give_back(empty.index((slot + STAGES - 1) % STAGES), first + slot)
                 v = v_slots.index(slot).load(acc).to(gl.float32) * _factor(factors, 0, acc)
                 k_scale = _factor(factors, 1, acc)
                 r_scale = _factor(factors, 2, acc)
                 state = state * _decay(factors, 3, acc)
                 read = warpgroup_mma_wait(0, deps=(read,))
-                operand.store((v - read * r_scale).to(dtype))
+                rounded.store((v - read * r_scale).to(dtype))
                 fence_async_shared()
-                v_new = warpgroup_mma(solve_slots.index(slot), operand, zeros, use_acc=False, is_async=True)
+                v_new = warpgroup_mma(solve_slots.index(slot + zero), rounded, zeros, use_acc=False, is_async=True)
                 v_new = warpgroup_mma_wait(0, deps=(v_new,))
-                operand.store((v_new * k_scale).to(dtype))
+                rounded.store((v_new * k_scale).to(dtype))
                 fence_async_shared()
-                state = warpgroup_mma(k.permute((1, 0)), operand, state, is_async=True)
+                state = warpgroup_mma(k.permute((1, 0)), rounded, state, is_async=True)
                 if KEEP:
                     rows.index(tile).store(v_new.to(dtype))
                     fence_async_shared()
                     mbarrier.arrive(rows_full.index(tile))
                     mbarrier.wait(free.index(following), (((first + slot + 1) // TILES) & 1) ^ 1)
+                if AHEAD:
+                    _next_ready(ready, first + slot, steps, (slot + 1) % STAGES)
                 state = warpgroup_mma_wait(0, deps=(state,))
-                states.index(following).store(state.to(dtype))
-                mbarrier.arrive(empty.index(slot))
+                next_state.store(state.to(dtype))
+                if not AHEAD:
+                    mbarrier.arrive(empty.index(slot))
     if is_last:
         gl.store(state_out, state)
 
@@ -210,7 +240,7 @@ def transition_kernel(
     )
     states = gl.allocate_shared_memory(dtype, [TILES, K, BV], states_desc.layout)
     rows = gl.allocate_shared_memory(dtype, [TILES, C, BV], v_new_desc.layout)
-    operand = gl.allocate_shared_memory(dtype, [C, BV], v_new_desc.layout)
+    operand = gl.allocate_shared_memory(dtype, [1, C, BV], v_new_desc.layout)
     ready, empty = _barriers(STAGES), _barriers(STAGES)
     states_full, rows_full, free = _barriers(TILES), _barriers(TILES), _barriers(TILES)
     barriers = (ready, empty, states_full, rows_full, free)
@@ -265,50 +295,65 @@ def _walk_back(state, state_out, is_last, slots, states, rows, scaled_y, operand
     dtype: gl.constexpr = k_slots.dtype
     STAGES: gl.constexpr = k_slots.shape[0]
     TILES: gl.constexpr = states.shape[0]
+    # With two stages a step waits for its copies, so first of all its slot is given back to them; with more they have
+    # come when the step before ends, and what has to do with them is done while a product runs.
+    AHEAD: gl.constexpr = STAGES > 2
     acc: gl.constexpr = state.type.layout
     C: gl.constexpr = solve_slots.shape[1]
     BV: gl.constexpr = state.shape[1]
     zeros = gl.zeros([C, BV], gl.float32, acc)
     states.index(0).store(state.to(dtype))
+    if AHEAD:
+        _next_ready(ready, -1, steps, 0)
     for first in range(0, steps, STAGES):
-        for slot in gl.static_range(STAGES):  # known to the compiler: no arithmetic for addresses
+        for slot in gl.static_range(STAGES):
             if first + slot < steps:
                 tile: gl.constexpr = slot % TILES
                 following: gl.constexpr = (slot + 1) % TILES
-                k = k_slots.index(slot)
+                zero = unknown_zero(steps, first + slot)
+                q, k = q_slots.index(slot + zero), k_slots.index(slot + zero)
+                grad_output = grad_y_slots.index(slot + zero)
+                this_state, next_state = states.index(tile + zero), states.index(following + zero)
+                rounded, rounded_y = operand.index(zero), scaled_y.index(zero)
                 factors = factors_slots.index(slot)
-                solve = solve_slots.index(slot).permute((1, 0))
-                scores = scores_slots.index(slot).permute((1, 0))
-                mbarrier.wait(ready.index(slot), (first // STAGES) & 1)
-                from_output = warpgroup_mma(scores, grad_y_slots.index(slot), zeros, use_acc=False, is_async=True)
+                solve = solve_slots.index(slot + zero).permute((1, 0))
+                scores = scores_slots.index(slot + zero).permute((1, 0))
                 fence_async_shared()
+                if not AHEAD:
+                    mbarrier.wait(ready.index(slot), (first // STAGES) & 1)
+                from_state = warpgroup_mma(k, this_state, zeros, use_acc=False, is_async=True)
+                from_output = warpgroup_mma(scores, grad_output, zeros, use_acc=False, is_async=True)
                 if KEEP:
                     mbarrier.arrive(states_full.index(tile))
-                from_state = warpgroup_mma(k, states.index(tile), zeros, use_acc=False, is_async=True)
-                grad_y = grad_y_slots.index(slot).load(acc).to(gl.float32) * _factor(factors, 3, acc)
-                scaled_y.store(grad_y.to(dtype))
+                if AHEAD:
+                    _give_back(empty.index((slot + STAGES - 1) % STAGES), first + slot)
+                grad_y = grad_output.load(acc).to(gl.float32) * _factor(factors, 3, acc)
+                rounded_y.store(grad_y.to(dtype))
                 fence_async_shared()
                 state = state * _decay(factors, 2, acc)
-                state = warpgroup_mma(q_slots.index(slot).permute((1, 0)), scaled_y, state, is_async=True)
+                state = warpgroup_mma(q.permute((1, 0)), rounded_y, state, is_async=True)
                 k_scale = _factor(factors, 0, acc)
                 r_scale = _factor(factors, 1, acc)
                 from_output, from_state = warpgroup_mma_wait(1, deps=(from_output, from_state))
                 from_output = from_output.to(dtype).to(gl.float32)  # as OG leaves it where it is a kernel
-                operand.store((from_output + from_state * k_scale).to(dtype))
+                rounded.store((from_output + from_state * k_scale).to(dtype))
                 fence_async_shared()
-                solved = warpgroup_mma(solve, operand, zeros, use_acc=False, is_async=True)
+                solved = warpgroup_mma(solve, rounded, zeros, use_acc=False, is_async=True)
                 solved, state = warpgroup_mma_wait(0, deps=(solved, state))
-                operand.store((solved * -r_scale).to(dtype))
+                rounded.store((solved * -r_scale).to(dtype))
                 fence_async_shared()
-                state = warpgroup_mma(k.permute((1, 0)), operand, state, is_async=True)
+                state = warpgroup_mma(k.permute((1, 0)), rounded, state, is_async=True)
                 if KEEP:
                     rows.index(tile).store(solved.to(dtype))
                     fence_async_shared()
                     mbarrier.arrive(rows_full.index(tile))
                     mbarrier.wait(free.index(following), (((first + slot + 1) // TILES) & 1) ^ 1)
+                if AHEAD:
+                    _next_ready(ready, first + slot, steps, (slot + 1) % STAGES)
                 state = warpgroup_mma_wait(0, deps=(state,))
-                states.index(following).store(state.to(dtype))
-                mbarrier.arrive(empty.index(slot))
+                next_state.store(state.to(dtype))
+                if not AHEAD:
+                    mbarrier.arrive(empty.index(slot))
     if is_last:
         gl.store(state_out, state)
 
@@ -359,8 +404,8 @@ def transition_backward_kernel(
     )
     states = gl.allocate_shared_memory(dtype, [TILES, K, BV], grad_states_desc.layout)
     rows = gl.allocate_shared_memory(dtype, [TILES, C, BV], solved_desc.layout)
-    scaled_y = gl.allocate_shared_memory(dtype, [C, BV], solved_desc.layout)
-    operand = gl.allocate_shared_memory(dtype, [C, BV], solved_desc.layout)
+    scaled_y = gl.allocate_shared_memory(dtype, [1, C, BV], solved_desc.layout)
+    operand = gl.allocate_shared_memory(dtype, [1, C, BV], solved_desc.layout)
     ready, empty = _barriers(STAGES), _barriers(STAGES)
     states_full, rows_full, free = _barriers(TILES), _barriers(TILES), _barriers(TILES)
     barriers = (ready, empty, states_full, rows_full, free)

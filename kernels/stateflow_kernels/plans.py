@@ -38,7 +38,7 @@ MANY_WALKS, SHALLOW = 4, 4
 WIDE_WALKS = {
     "transition": Tile(64, 4, 2, specialized=True),
     "transition_out": Tile(64, 4, 2, specialized=True),
-    "transition_backward": Tile(64, 8, 2, specialized=True),
+    "transition_backward": Tile(64, 4, 2, specialized=True),
 }
 
 _forced = None

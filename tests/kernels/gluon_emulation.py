@@ -22,7 +22,7 @@ import stateflow_kernels
 
 # Those with kernels for Hopper; what imports from another comes after it.
 MODULES = (
-    *("hopper_transition", "hopper_gradients", "hopper_segments", "hopper_outputs", "hopper_prepare"),
+    *("hopper_common", "hopper_transition", "hopper_gradients", "hopper_segments", "hopper_outputs", "hopper_prepare"),
     *("hopper_mamba3_tiles", "hopper_mamba3_rows", "hopper_mamba3_local", "hopper_mamba3_out", "hopper_mamba3_both"),
     *("hopper_mamba3_groups", "hopper_mamba3_gradients"),
 )

@@ -33,6 +33,15 @@ def test_the_walks_use_tensor_cores_without_spilling(reports):
     assert not [r for r in walks if not r["wgmma"] or r["spill_bytes"] or r["shared_bytes"] > SHARED_BYTES]
 
 
+def test_the_kernels_in_gluon_spill_next_to_nothing(reports):
+    """They take so much shared memory that local memory has no cache: a load of a spilled register takes 450 cycles."""
+    walks = [r for r in reports if "specialised" in r["case"] and r["case"].startswith("transition")]
+    assert len(walks) == 11 * takes_gluon(reports)
+    assert not [(r["case"], r["spill_bytes"]) for r in walks if r["spill_bytes"]]
+    gradients = [r for r in reports if r["case"].startswith("gradients_kernel")]
+    assert not [(r["case"], r["spill_bytes"]) for r in gradients if r["spill_bytes"] > 16]
+
+
 def test_pre_spills_nothing(reports):
     """A program has 4 warps: four fit a multiprocessor with 128 registers a thread and this much shared memory."""
     prepares = [r for r in reports if r["case"].split(",")[0] == "pre_kernel"]
