@@ -150,12 +150,14 @@ def gradients(back: Backward) -> None:
 
     problem, prepared, inputs, grads = back.problem, back.prepared, back.problem.inputs, back.grads
     values = problem.num_heads * problem.p_dim
+    rows = inputs.x, back.grad_read, inputs.z, back.grad_y
+    states, query_and_key_rows = (prepared.states, back.grad_states), (prepared.k_rows, prepared.q_rows)
     hopper_mamba3_gradients.gradients_kernel[(problem.num_chunks * back.num_groups,)](
-        *(_tiles(problem, x, values) for x in (inputs.x, back.grad_read, inputs.z, back.grad_y)),
-        *(_tiles(problem, x, problem.n_dim, problem.n_dim) for x in (prepared.states, back.grad_states)),
-        *(_tiles(problem, x, problem.n_dim, problem.n_dim) for x in (prepared.k_rows, prepared.q_rows)),
+        *(_tiles(problem, x, values) for x in rows),
+        *(_tiles(problem, x, problem.n_dim, problem.n_dim) for x in (*states, *query_and_key_rows)),
         _tiles(problem, prepared.cos_sin_rows, 2 * problem.num_angles),
         *(_tiles(problem, x, values) for x in (grads.z, grads.x)),
+        *(*rows, *states, *query_and_key_rows, prepared.cos_sin_rows),
         *(problem.doc_start, prepared.speed, inputs.D),
         *(prepared.dt, prepared.own, prepared.scale, prepared.gate_sum, prepared.decay, prepared.k_bound),
         *(back.owed_k, back.grad_v_bound, back.grad_v_last),

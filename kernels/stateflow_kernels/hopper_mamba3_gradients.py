@@ -89,6 +89,16 @@ def _log_two(x):
 
 
 @gluon.jit
+def _first(place, layout: gl.constexpr):
+    """The first of four equal numbers a token."""
+    all_four: gl.constexpr = gl.BlockedLayout([2, 4], [32, 1], [1, 1], [1, 0])
+    pairs = gl.reshape(place.load(all_four), [place.shape[0], 2, 2])
+    left, _ = gl.split(gl.permute(pairs, (0, 2, 1)))
+    first, _ = gl.split(left)
+    return gl.convert_layout(first, layout)
+
+
+@gluon.jit
 def _gates(sums, barriers, ptrs, head, n, num_chunks, steps, C: gl.constexpr):
     """The gradients of each head's gate sums and of s and g."""
     scale_ptr, decay_ptr, grad_gate_ptr, grad_scale_ptr, grad_own_ptr, grad_both_ptr = ptrs
@@ -103,12 +113,12 @@ def _gates(sums, barriers, ptrs, head, n, num_chunks, steps, C: gl.constexpr):
         scale = gl.load(scale_ptr + token)
         decay = gl.load(decay_ptr + chunk)
         mbarrier.wait(made[SUMS].index(place), phase)
-        read_by = sums[LOG_COLUMN].index(place).load(line)
+        read_by = _first(sums[LOG_COLUMN].index(place), line)
         both = sums[BOTH].index(place).load(line)
         at_end = sums[AT_END].index(place).load(line)
         grad_both = sums[GRAD_BOTH].index(place).load(line)
         trace = sums[TRACE].index(place).load(line)
-        grad_gate = sums[LOG_ROW].index(place).load(line) - read_by + sums[FROM_STATE].index(place).load(line)
+        grad_gate = _first(sums[LOG_ROW].index(place), line) - read_by + sums[FROM_STATE].index(place).load(line)
         of_state = gl.sum(at_end + decay * trace, axis=0)
         grad_gate = grad_gate - at_end + gl.where(ts == C - 1, of_state, 0.0)
         # <k, dkh>, from what is there: see `key_gradients_kernel`.
@@ -193,7 +203,29 @@ def _expect(full, empty, what: gl.constexpr, phase, num_bytes: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(descs, tiles, turns, barriers, head, n, num_chunks, steps):
+def _fetch_into_cache(pointers, head, n, num_tokens, num_chunks, H: gl.constexpr, C: gl.constexpr, P: gl.constexpr):
+    """Has what `_fetch` takes for a head brought from memory to the L2 cache: the places for it are not free yet.
+
+    `pointers`: of four tensors with rows of P numbers of 16 bits, and of five in whole tiles: 16 KB, the last one 8 KB.
+    """
+    tile_code: gl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 16384; mov.u32 $0, 0;"
+    half_code: gl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 8192; mov.u32 $0, 0;"
+    line_code: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    lanes: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    t = gl.minimum(n * C + gl.arange(0, C, layout=lanes), num_tokens - 1).to(gl.int64)
+    row = (t * H + head) * (2 * P)
+    tile = (head.to(gl.int64) * num_chunks + n) * 16384
+    for j in gl.static_range(4):
+        address = pointers[j].to(gl.int64) + row
+        gl.inline_asm_elementwise(line_code, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+        address = pointers[4 + j].to(gl.int64) + tile
+        gl.inline_asm_elementwise(tile_code, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+    address = pointers[8].to(gl.int64) + tile // 2
+    gl.inline_asm_elementwise(half_code, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _fetch(descs, pointers, tiles, turns, barriers, head, n, num_tokens, num_chunks, steps, H: gl.constexpr):
     """All loads, of each head in the order in which the places become free."""
     x_desc, grad_read_desc, z_desc, grad_y_desc, states_desc, grad_states_desc, k_desc, q_desc, turns_desc = descs
     x, grad_read, z, grad_y, state, grad_state, k, q = tiles_at(tiles, 0)
@@ -221,6 +253,8 @@ def _fetch(descs, tiles, turns, barriers, head, n, num_chunks, steps):
         bar = _expect(full, empty, GATE, phase, 2 * of_x)
         tma.async_copy_global_to_shared(z_desc, [n * C, column], bar, z)
         tma.async_copy_global_to_shared(grad_y_desc, [n * C, column], bar, grad_y)
+        if i + 1 < steps:
+            _fetch_into_cache(pointers, head + i + 1, n, num_tokens, num_chunks, H, C, P)
 
 
 @gluon.jit
@@ -252,6 +286,15 @@ def gradients_kernel(
     turns_desc,
     grad_z_desc,
     grad_x_desc,
+    x_ptr,
+    grad_read_ptr,
+    z_ptr,
+    grad_y_ptr,
+    states_ptr,
+    grad_states_ptr,
+    k_rows_ptr,
+    q_rows_ptr,
+    turns_ptr,
     doc_start_ptr,
     speed_ptr,
     D_ptr,
@@ -320,7 +363,9 @@ def gradients_kernel(
     key_tile = gl.allocate_shared_memory(dtype, [1, C, N], wide_layout)
     seen = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], layout)
     # Sums over heads of what does not turn: registers for those, too, would be too many.
-    sum_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
+    # A thread has its numbers of these in 16 bytes side by side: as tiles, two threads would often meet in a bank.
+    thread: gl.constexpr = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16]]
+    sum_layout: gl.constexpr = gl.SharedLinearLayout(thread + [[0, 32]])
     query_rest = gl.allocate_shared_memory(gl.float32, [C, C], sum_layout)
     key_rest = gl.allocate_shared_memory(gl.float32, [C, C], sum_layout)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 16], dtype)
@@ -330,18 +375,19 @@ def gradients_kernel(
     # A product's operands are of one type.
     log_ones = gl.allocate_shared_memory(gl.bfloat16, [1, C, 16], narrow)
     log_ones.index(0).store(gl.full([C, 16], 1.0, gl.bfloat16, fill))
-    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, R], gl.float32)
-    theta = gl.allocate_shared_memory(gl.float32, [C, R], wide)
+    theta_layout: gl.constexpr = gl.SharedLinearLayout(thread)
+    theta = gl.allocate_shared_memory(gl.float32, [C, R], theta_layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     numbers = gl.allocate_shared_memory(gl.float32, [2 * COUNT, C], plain)
+    fours: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
     spent = gl.allocate_shared_memory(gl.float32, [C], plain)
     sums = (
         gl.allocate_shared_memory(gl.float32, [2, C], plain),
         gl.allocate_shared_memory(gl.float32, [2, C], plain),
         gl.allocate_shared_memory(gl.float32, [2, C], plain),
         gl.allocate_shared_memory(gl.float32, [2, C], plain),
-        gl.allocate_shared_memory(gl.float32, [2, C], plain),
-        gl.allocate_shared_memory(gl.float32, [2, C], plain),
+        gl.allocate_shared_memory(gl.float32, [2, C, 4], fours),
+        gl.allocate_shared_memory(gl.float32, [2, C, 4], fours),
         gl.allocate_shared_memory(gl.float32, [2, C], plain),
     )
 
@@ -374,6 +420,19 @@ def gradients_kernel(
         q_rows_desc,
         turns_desc,
     )
+    pointers = (
+        x_ptr,
+        grad_read_ptr,
+        z_ptr,
+        grad_y_ptr,
+        states_ptr,
+        grad_states_ptr,
+        k_rows_ptr,
+        q_rows_ptr,
+        turns_ptr,
+    )
+    # Where each group has next to no loads of spilled numbers in its loop.
+    KEY_REGISTERS: gl.constexpr = 200 if HAS_DOCS else 192
     group_rows = (group.to(gl.int64) * num_chunks + n) * C
     gl.warp_specialize(
         [
@@ -432,7 +491,7 @@ def gradients_kernel(
                 ),
             ),
             (values, (tiles, numbers, made_tiles, log_ones, sums, barriers, n, num_tokens, steps)),
-            (_fetch, (descs, tiles, turns.index(0), barriers, head, n, num_chunks, steps)),
+            (_fetch, (descs, pointers, tiles, turns.index(0), barriers, head, n, num_tokens, num_chunks, steps, H)),
             (_write, (grad_z_desc, grad_x_desc, tiles, barriers, head, n, steps)),
             (
                 _numbers,
@@ -469,5 +528,5 @@ def gradients_kernel(
             ),
         ],
         [4, 4, 1, 1, 1, 1],
-        [192, 112, 40, 40, 40, 40],
+        [KEY_REGISTERS, 112, 40, 40, 40, 40],
     )

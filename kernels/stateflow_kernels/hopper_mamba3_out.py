@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_mamba3_rows import make_rows, num_rounds, unit_of
-from .hopper_mamba3_tiles import barriers, keep, number_places, numbers, power_of_two, release, sigmoid, starts
+from .hopper_mamba3_tiles import barriers, keep, log_two, number_places, numbers, power_of_two, release, starts, tanh
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk", "num_units"]
 
@@ -71,7 +71,7 @@ def _read(
 ):  # fmt: skip
     """y of each head."""
     gate_sum_ptr, own_ptr, scale_ptr, D_ptr, doc_start_ptr = pointers
-    all_sums, all_own, all_scale = places
+    all_sums, all_own, all_written = places
     x_slots, z_slots, state_slots = slots
     HEADS: gl.constexpr = all_sums.shape[0]
     C: gl.constexpr = all_sums.shape[1]
@@ -85,6 +85,9 @@ def _read(
     t = gl.expand_dims(gl.arange(0, C, layout=by_row), 1)
     s = gl.expand_dims(gl.arange(0, C, layout=by_column), 0)
     zeros = gl.zeros([C, C], gl.float32, acc)
+    # Numbers that stay in registers: to compare anew for each head takes longer.
+    seen = gl.where(t > s, 0.0, float("-inf"))
+    diagonal = gl.where(t == s, 1.0, 0.0)
     num_tokens, num_chunks, first_chunk, num_units = lengths
     sums, own, scale = _numbers(pointers, gl.program_id(0), lengths, H, HEADS, C)
     step = 0
@@ -92,9 +95,12 @@ def _read(
         unit = gl.program_id(0) + i * gl.num_programs(0)
         n, first_head, heads = unit_of(unit, first_chunk, H, HEADS)
         start = gl.expand_dims(starts(doc_start_ptr, num_tokens, n, C, by_row, HAS_DOCS), 1)
-        keep(all_sums, sums * 1.4426950408889634)  # to base 2
+        if HAS_DOCS:
+            seen = gl.where((t > s) & (s >= start), 0.0, float("-inf"))
+        log = sums * 1.4426950408889634  # to base 2
+        keep(all_sums, log)
         keep(all_own, own)
-        keep(all_scale, scale)
+        keep(all_written, log - log_two(scale))
         # The next unit's: they are there when this one is over.
         sums, own, scale = _numbers(pointers, unit + gl.num_programs(0), lengths, H, HEADS, C)
         for h in range(0, heads):
@@ -111,30 +117,26 @@ def _read(
             y = warpgroup_mma(q, state.slice(0, W), zeros, use_acc=False, is_async=True)
             y = warpgroup_mma(q_rest, state.slice(W, W), y, is_async=True)
             row_sum = gl.expand_dims(all_sums.index(h).load(by_row), 1)
-            column_sum = gl.expand_dims(all_sums.index(h).load(by_column), 0)
             itself = gl.expand_dims(all_own.index(h).load(by_row), 1)
-            written = gl.expand_dims(all_scale.index(h).load(by_column), 0)
+            written = gl.expand_dims(all_written.index(h).load(by_column), 0)
             from_start = power_of_two(row_sum)
-            seen = t > s
             if HAS_DOCS:
                 from_start = gl.where(start < 0, from_start, 0.0)
-                seen = seen & (s >= start)
-            decay = power_of_two(row_sum - column_sum) * written
+            # Masked before the exponential: what is not seen may be above 0. On the diagonal is what a token reads of
+            # itself.
+            factor = power_of_two((row_sum - written) + seen) + itself * diagonal
+            more = skip * diagonal
             pair = warpgroup_mma_wait(2, deps=(pair,))
-            # What is not seen may be infinite. On the diagonal is what a token reads of itself.
-            score = gl.where(seen, pair * decay, 0.0)
-            score = gl.where(t == s, itself * pair + skip, score)
-            scores.store(score.to(dtype))
+            scores.store((pair * factor + more).to(dtype))
+            tma.store_wait(pendings=0)  # of the y before; its tile is written behind the barrier that follows
             y = warpgroup_mma_wait(0, deps=(y,))
             release(rows_empty.index(slot))
             y = warpgroup_mma(scores, x_slots.index(slot), y * from_start, is_async=True)
-            z = z_slots.index(slot).load(acc).to(gl.float32)
-            gate = z * sigmoid(z)
-            tma.store_wait(pendings=0)
+            half = 0.5 * z_slots.index(slot).load(acc).to(gl.float32)
+            gate = half * tanh(half) + half  # z sigmoid(z)
             y = warpgroup_mma_wait(0, deps=(y,))
-            release(loads_empty.index(slot))
             y_tile.store((y * gate).to(dtype))
-            fence_async_shared()
+            release(loads_empty.index(slot))
             tma.async_copy_shared_to_global(y_desc, [n * C, (first_head + h) * P], y_tile)
             step += 1
     tma.store_wait(pendings=0)
@@ -190,7 +192,7 @@ def out_kernel(
     y_tile = gl.allocate_shared_memory(dtype, [C, P], tile)
     all_dt, all_theta = number_places(HEADS, C), number_places(HEADS, R)
     C_biases, B_biases = number_places(HEADS, N), number_places(HEADS, N)
-    all_sums, all_own, all_scale = number_places(HEADS, C), number_places(HEADS, C), number_places(HEADS, C)
+    all_sums, all_own, all_written = number_places(HEADS, C), number_places(HEADS, C), number_places(HEADS, C)
     rows_full, rows_empty, loads_full, loads_empty = barriers(SLOTS), barriers(SLOTS), barriers(SLOTS), barriers(SLOTS)
     fence_async_shared()
 
@@ -199,7 +201,7 @@ def out_kernel(
     of_angles = (speed_ptr, dt_ptr, theta_ptr, doc_start_ptr)
     of_reading = (gate_sum_ptr, own_ptr, scale_ptr, D_ptr, doc_start_ptr)
     descs, lengths = (x_desc, z_desc, states_desc), (num_tokens, num_chunks, first_chunk, num_units)
-    row_places, read_places = (all_dt, all_theta, C_biases, B_biases), (all_sums, all_own, all_scale)
+    row_places, read_places = (all_dt, all_theta, C_biases, B_biases), (all_sums, all_own, all_written)
     gl.warp_specialize(
         [
             (
@@ -213,7 +215,7 @@ def out_kernel(
                 make_rows,
                 (
                     (of_rows, of_angles), (None, None), row_places, tiles, rows_full, rows_empty, lengths,
-                    H, N, R, HAS_DOCS,
+                    H, N, R, HAS_DOCS, 2,
                 ),
             ),
             (_fetch, (descs, slots, loads_full, loads_empty, lengths, H, HEADS)),

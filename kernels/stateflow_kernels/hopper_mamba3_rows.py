@@ -12,6 +12,7 @@ from .hopper_mamba3_tiles import (
     bias_numbers,
     biases,
     groups,
+    groups_of_pairs,
     keep,
     numbers,
     place,
@@ -40,9 +41,13 @@ def unit_of(i, first_chunk, H: gl.constexpr, HEADS: gl.constexpr):
 @gluon.jit
 def make_rows(
     pointers, left, places, tiles, full, empty, lengths, H: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
-    HAS_DOCS: gl.constexpr,
+    HAS_DOCS: gl.constexpr, ANGLES: gl.constexpr = 1,
 ):  # fmt: skip
-    """q and k of each head into tiles; if wanted, the last token's k and the cosines and sines of all angles, too."""
+    """q and k of each head into tiles; if wanted, the last token's k and the cosines and sines of all angles, too.
+
+    ANGLES: one or two, so many neighbouring ones has a thread. With two, sums over tokens have one more step, between
+    lanes, but what is turned is loaded and stored in pairs.
+    """
     k_bound_ptr, cos_sin_rows_ptr = left
     B_ptr, C_ptr, B_norm_ptr, C_norm_ptr, B_bias_ptr, C_bias_ptr, B_factor_ptr, C_factor_ptr = pointers[0]
     speed_ptr, dt_ptr, theta_ptr, doc_start_ptr = pointers[1]
@@ -51,7 +56,7 @@ def make_rows(
     C: gl.constexpr = all_dt.shape[1]
     SLOTS: gl.constexpr = tiles[0].shape[0]
     sizes: gl.constexpr = (N, R, C)
-    pairs: gl.constexpr = gl.BlockedLayout([C // 8, 1], [1, 32], [8, 1], [1, 0])
+    pairs: gl.constexpr = gl.BlockedLayout([C // (8 * ANGLES), ANGLES], [ANGLES, R // ANGLES], [8, 1], [1, 0])
     wide: gl.constexpr = gl.BlockedLayout([C // 8, (N - 2 * R) // 32], [1, 32], [8, 1], [1, 0])
     num_tokens, num_chunks, first_chunk, num_units = lengths
     ts = gl.arange(0, C, layout=gl.SliceLayout(1, pairs))
@@ -68,8 +73,12 @@ def make_rows(
         theta = numbers(theta_ptr + chunk * R, num_chunks * R, heads, HEADS, R)
         C_bias = bias_numbers(C_bias_ptr + first_head * N, heads, HEADS, N, R)
         B_bias = bias_numbers(B_bias_ptr + first_head * N, heads, HEADS, N, R)
-        C_groups = groups(C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, end, pairs, wide, sizes)
-        B_groups = groups(B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, end, pairs, wide, sizes)
+        if ANGLES == 1:
+            C_groups = groups(C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, end, pairs, wide, sizes)
+            B_groups = groups(B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, end, pairs, wide, sizes)
+        else:
+            C_groups = groups_of_pairs(C_ptr + token * N, C_factor_ptr + token, C_norm_ptr, end, pairs, wide, sizes)
+            B_groups = groups_of_pairs(B_ptr + token * N, B_factor_ptr + token, B_norm_ptr, end, pairs, wide, sizes)
         speed = gl.load(speed_ptr + token * R + by_angle, mask=gl.expand_dims(ts < end, 1), other=0.0)
         start = starts(doc_start_ptr, num_tokens, n, C, gl.SliceLayout(1, pairs), HAS_DOCS)
         keep(all_dt, dt)

@@ -22,6 +22,17 @@ def power_of_two(x):
 
 
 @gluon.jit
+def log_two(x):
+    return _hardware("lg2.approx.ftz.f32 $0, $1;", x)
+
+
+@gluon.jit
+def tanh(x):
+    """Off by at most 2^-11 of the value."""
+    return _hardware("tanh.approx.f32 $0, $1;", x)
+
+
+@gluon.jit
 def exponential(x):
     return power_of_two(x * 1.4426950408889634)
 
@@ -86,6 +97,30 @@ def groups(row_ptr, factor_ptr, norm_ptr, end, pairs: gl.constexpr, wide: gl.con
     others = 2 * R + gl.arange(0, N - 2 * R, layout=gl.SliceLayout(0, wide))
     factor = gl.load(factor_ptr + ts, mask=ts < end, other=0.0)
     return first, second, _group(row_ptr, factor, norm_ptr, ts < end, ts, others, N)
+
+
+@gluon.jit
+def groups_of_pairs(row_ptr, factor_ptr, norm_ptr, end, pairs: gl.constexpr, wide: gl.constexpr, sizes: gl.constexpr):
+    """As `groups`, where a thread has two neighbouring angles: it loads all their columns at once."""
+    N: gl.constexpr = sizes[0]
+    R: gl.constexpr = sizes[1]
+    C: gl.constexpr = sizes[2]
+    both: gl.constexpr = gl.BlockedLayout([C // 16, 2, 2], [2, R // 2, 1], [8, 1, 1], [2, 1, 0])
+    by_column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, both))
+    by_angle: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, both))
+    ts = gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, both)))
+    angles = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=by_angle), 0), 2)
+    columns = 2 * angles + gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=by_column), 0), 1)
+    factor = gl.expand_dims(gl.expand_dims(gl.load(factor_ptr + ts, mask=ts < end, other=0.0), 1), 2)
+    in_chunk = gl.expand_dims(gl.expand_dims(ts < end, 1), 2)
+    ts = gl.expand_dims(gl.expand_dims(ts, 1), 2)
+    row = gl.load(row_ptr + ts * N + columns, mask=in_chunk, other=0.0).to(gl.float32)
+    first, second = gl.split(row * factor * gl.load(norm_ptr + columns).to(gl.float32))
+    ts = gl.arange(0, C, layout=gl.SliceLayout(1, wide))
+    others = 2 * R + gl.arange(0, N - 2 * R, layout=gl.SliceLayout(0, wide))
+    factor = gl.load(factor_ptr + ts, mask=ts < end, other=0.0)
+    rest = _group(row_ptr, factor, norm_ptr, ts < end, ts, others, N)
+    return gl.convert_layout(first, pairs), gl.convert_layout(second, pairs), rest
 
 
 @gluon.jit

@@ -84,7 +84,7 @@ def _gradients_case(has_docs: bool, kind: str) -> AotCase:
     tile = f"tensordesc<{kind}[{CHUNK},{CHUNK}],{hopper.layout(CHUNK, CHUNK, torch.bfloat16)!r}>"
     values = dict(H=_H, N=_N, P=_P, R=_R, C=CHUNK, GROUP=hopper_mamba3.GRADIENT_HEADS, HAS_DOCS=has_docs)
     pointers = {n: f"*{kind}" if n in _LOW else "*fp32" for n in gradients_kernel.arg_names if n.endswith("_ptr")}
-    pointers |= dict(doc_start_ptr="*i64")
+    pointers |= dict(doc_start_ptr="*i64", turns_ptr="*fp16")
     if not has_docs:
         del pointers["doc_start_ptr"]
         values |= dict(doc_start_ptr=None)

@@ -104,6 +104,10 @@ class Pointer:
     def __init__(self, flat: Tensor, offset=0):
         self.flat, self.offset = flat, offset
 
+    def to(self, dtype: torch.dtype) -> Registers:
+        """Its address, to fetch into a cache that there is none of."""
+        return Registers(torch.zeros((), dtype=dtype))
+
     def __add__(self, offset) -> "Pointer":
         return Pointer(self.flat, self.offset + plain(offset))
 
@@ -282,12 +286,15 @@ def _scan(x, axis: int, combine):
 
 _INSTRUCTIONS = {
     "sin": torch.sin, "cos": torch.cos, "ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal,
+    "tanh": torch.tanh,
     "and": lambda x: (x.view(torch.int32) & -(2**16)).view(torch.float32),
     "shl": torch.Tensor.float,
 }  # fmt: skip
 
 
-def _inline(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) -> Registers:
+def _inline(code: str, constraints: str, args, dtype, is_pure: bool, pack: int) -> Registers | None:
+    if "prefetch" in code:
+        return None
     return Registers(_INSTRUCTIONS[code.split(".")[0]](args[0].data))
 
 
@@ -332,6 +339,7 @@ def _language() -> dict[str, types.ModuleType]:
             ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *_, **__: None
         ),
         SwizzledSharedLayout=lambda *_, **__: None,
+        SharedLinearLayout=lambda *_, **__: None,
         NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *_: None),
         allocate_shared_memory=_allocate,
         num_warps=lambda: 4,
