@@ -84,11 +84,13 @@ def test_it_leaves_what_the_two_kernels_do(dtype, monkeypatch):
 
 
 def test_a_reader_that_a_place_does_not_count_is_found(monkeypatch):
+    """In one of a few runs: whether threads come to a place too early is a matter of luck."""
     torch.manual_seed(0)
     inputs = make_inputs(1, 64, 3, *SIZES, dtype=torch.bfloat16)
     use_plans(monkeypatch, lambda *_, **__: PLAN)
     with hopper_on_the_cpu(monkeypatch):
         monkeypatch.setattr(sys.modules["stateflow_kernels.hopper_mamba3_gradients"], "READERS", (1,) * 10)
-        outputs = mamba3(*inputs, None, **TRITON)
         with pytest.raises(AssertionError, match="arrivals|overwritten|nobody"):
-            torch.autograd.grad(outputs, inputs, [torch.ones_like(x) for x in outputs])
+            for _ in range(10):
+                outputs = mamba3(*inputs, None, **TRITON)
+                torch.autograd.grad(outputs, inputs, [torch.ones_like(x) for x in outputs])
