@@ -67,6 +67,7 @@ def on_hopper(monkeypatch, tmp_path):
     """With one measured plan."""
     monkeypatch.setattr(plans, "_device_name", lambda device: "nvidia_h200")
     monkeypatch.setattr(plans, "shared_memory_of", lambda device: 232_448)
+    monkeypatch.setattr(plans.hopper_mamba3, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(hopper, "available", lambda device: True)
     monkeypatch.setattr(hopper, "known_triton", lambda: True)
     monkeypatch.setattr(hopper, "INTERPRETED", False)
