@@ -154,6 +154,14 @@ def test_parity_is_computed_once_for_all_lengths(monkeypatch):
     assert first is longer and calls == [70]
 
 
+def test_shares_of_the_variants_to_compile():
+    variants = list(range(27))
+    found = [shares.share_of(variants, i, 12) for i in range(12)]
+    assert sorted({x for share in found for x in share}) == variants and min(map(len, found)) > 1
+    assert [shares.share_of([1, 2, 3], i, 12) for i in (0, 2, 10)] == [[1, 2], [3, 1], [2, 3]]
+    assert shares.share_of([1], 1, 12) == [1] and shares.share_of([], 1, 12) == []
+
+
 def test_variants_of_a_library_are_compiled_once_for_all_its_processes(tmp_path, monkeypatch, capfd):
     """Of the processes that are started each says what it got; one fails, and the benchmark goes on."""
     two_sizes = [SHAPE, replace(SHAPE, tokens=70), replace(SHAPE, k_dim=64)]

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stateflow.bench import mamba3_contestants, mamba3_regions, official_mamba3, processes, shares, worker
-from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant, Region, serial, with_choice
-from stateflow.bench.mamba3_contestants import OFFICIAL, SUBJECT, WHOLE, prepare
+from stateflow.bench import mamba3_contestants, mamba3_regions, processes, shares, worker
+from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant, Region, Spec, serial, with_choice
+from stateflow.bench.mamba3_contestants import FOLDER, NORM, OFFICIAL, OPERATION, SUBJECT, WHOLE, prepare
 from stateflow.bench.mamba3_report import render
 from stateflow.bench.measure import Timing
 from stateflow.bench.worker import done_path, sample_path
@@ -29,7 +29,7 @@ from tests.bench.bench_testing import CPU, FIGURES, rows_of_worker, without_a_de
 from tests.recurrence.op_testing import assert_close, assert_same_bits
 
 SHAPE = Shape("mamba3", 2, 1, 16, 8, "bfloat16", 1, 130, 4)
-PACKAGES = ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", official_mamba3.FOLDER)
+PACKAGES = ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", FOLDER)
 
 
 def by_definition(
@@ -70,10 +70,10 @@ def install(monkeypatch):
     """Puts a function in the place of the official operation."""
 
     def put(op):
-        for name in (*PACKAGES, official_mamba3.OPERATION, official_mamba3.NORM):
+        for name in (*PACKAGES, OPERATION, NORM):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        sys.modules[official_mamba3.OPERATION].mamba3_siso_combined = op
-        sys.modules[official_mamba3.NORM].rmsnorm_fn = lambda x, weight, bias, eps: F.rms_norm(
+        sys.modules[OPERATION].mamba3_siso_combined = op
+        sys.modules[NORM].rmsnorm_fn = lambda x, weight, bias, eps: F.rms_norm(
             x.float(), weight.shape, weight, eps
         ).to(x.dtype)
 
@@ -237,28 +237,14 @@ def test_table_4b():
     assert "table 4b" not in render(rows[:1])
 
 
-def test_shares_of_the_variants_to_compile():
-    variants = list(range(27))
-    found = [shares.share_of(variants, i, 12) for i in range(12)]
-    assert sorted({x for share in found for x in share}) == variants and min(map(len, found)) > 1
-    assert [shares.share_of([1, 2, 3], i, 12) for i in (0, 2, 10)] == [[1, 2], [3, 1], [2, 3]]
-    assert shares.share_of([1], 1, 12) == [1] and shares.share_of([], 1, 12) == []
-
-
-def test_variants_are_compiled_by_several_processes(tmp_path, monkeypatch, capfd):
-    """Of the processes that are started each says what it got; one fails, and the benchmark goes on."""
-    program = (
-        "import json, sys; job = json.loads(sys.argv[-1]); print(job['index'], job['count']); sys.exit(job['index'])"
-    )
-    popen = shares.subprocess.Popen
-    monkeypatch.setattr(
-        shares.subprocess, "Popen", lambda command: popen([sys.executable, "-c", program, command[-1]])
-    )
-    monkeypatch.setattr(official_mamba3.os, "cpu_count", lambda: 6)
-    official_mamba3.compile_at_once(SHAPE, tmp_path)
-    text = capfd.readouterr().out
-    *indices, summary = sorted(text.splitlines())
-    assert indices == ["0 2", "1 2"] and summary.endswith("with 2 processes, failed: [1]")
+def test_the_official_variants_are_compiled_at_once(install, tmp_path, monkeypatch):
+    install(None)
+    calls = []
+    monkeypatch.setattr(shares, "compile_at_once", lambda *args: calls.append(args))
+    for group in (OFFICIAL, OURS):
+        spec = Spec("mamba3", group, (SHAPE,), "", str(tmp_path), 1, group_shapes=(SHAPE, SHAPE))
+        SUBJECT.get_ready(spec, CPU)
+    assert calls == [("mamba3", OFFICIAL, (SHAPE, SHAPE), "mamba_ssm", tmp_path)]
 
 
 def test_what_compiles_ends_with_who_started_it(tmp_path):
@@ -266,7 +252,7 @@ def test_what_compiles_ends_with_who_started_it(tmp_path):
     program.write_text(f"""
 import subprocess, sys, types
 from pathlib import Path
-from stateflow.bench import official_mamba3, shares
+from stateflow.bench import shares
 from stateflow_kernels.plan_table import Shape, from_json
 class Sleeper(subprocess.Popen):
     pids = []
@@ -277,8 +263,9 @@ class Sleeper(subprocess.Popen):
         print(*self.pids, flush=True)
         return super().wait(*seconds)
 shares.subprocess.Popen = Sleeper
-official_mamba3.os = types.SimpleNamespace(cpu_count=lambda: 6)
-official_mamba3.compile_at_once(from_json(Shape, {to_json(SHAPE)}), Path({str(tmp_path)!r}))
+shares.os = types.SimpleNamespace(cpu_count=lambda: 4)
+shape = from_json(Shape, {to_json(SHAPE)})
+shares.compile_at_once("mamba3", {OFFICIAL!r}, [shape], "mamba_ssm", Path({str(tmp_path)!r}))
 """)
     with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]

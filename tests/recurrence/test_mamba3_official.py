@@ -9,8 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from stateflow.bench import official_mamba3
-from stateflow.bench.mamba3_contestants import OFFICIAL, SUBJECT, WHOLE, Mamba3, finish, prepare
+from stateflow.bench import shares
+from stateflow.bench.mamba3_contestants import (
+    FOLDER,
+    OFFICIAL,
+    OPERATION,
+    PACKAGE,
+    SUBJECT,
+    WHOLE,
+    Mamba3,
+    finish,
+    prepare,
+)
 from stateflow.bench.measure import misses, relative_l2
 from stateflow.bench.worker import Parity
 from stateflow.recurrence import mamba3
@@ -21,14 +31,14 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 SHAPE = Shape("mamba3", 4, 1, 128, 64, "bfloat16", 1, 208, 32)  # three kernel chunks and a part of a fourth
-STEP = f"{official_mamba3.FOLDER}.mamba3_siso_step"
+STEP = f"{FOLDER}.mamba3_siso_step"
 
 
 @pytest.fixture
 def few_variants(monkeypatch):
     """Of the hundreds among which the official kernels tune themselves two each: to be right is enough here."""
-    pytest.importorskip(official_mamba3.OPERATION, exc_type=ImportError)
-    for tuner in official_mamba3.tuners():
+    pytest.importorskip(OPERATION, exc_type=ImportError)
+    for tuner in shares.tuners(PACKAGE):
         monkeypatch.setattr(tuner, "configs", tuner.configs[:2])
 
 

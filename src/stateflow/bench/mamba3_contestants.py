@@ -16,6 +16,7 @@ So "official" does less than ours, and a ratio to it says less for ours than is 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stateflow.bench import official_mamba3
+from stateflow.bench import shares
 from stateflow.bench.contestants import (
     OURS,
     SERIAL,
@@ -40,6 +41,9 @@ from stateflow.recurrence.mamba3 import Inputs
 from stateflow_kernels.plan_table import Shape
 
 OFFICIAL, WHOLE = "official", "official, whole"
+PACKAGE = "mamba_ssm"
+FOLDER = f"{PACKAGE}.ops.triton.mamba3"
+OPERATION, NORM = f"{FOLDER}.mamba3_siso_combined", f"{PACKAGE}.ops.triton.layernorm_gated"
 OUTPUTS = ("y", "theta", "state", "k_last", "v_last")
 BY_TOKEN = ("x", "z", "B", "C", "dd_dt", "dd_A", "trap", "angle")
 GATES = ("dd_dt", "dd_A", "trap", "angle", "dt_bias", "theta")
@@ -64,7 +68,7 @@ class Mamba3(Subject):
     # The official operation keeps angles in bfloat16: with the sequence, the gradients of its angles go astray.
     DANGLE_AGREEMENT = 0.3
     choices = {"serial": SERIAL, "regions": "regions"}
-    parity_tokens = 1008  # no multiple of 64; otherwise as in `official_mamba3.SHORT`: the kernels that are timed
+    parity_tokens = 1008  # no multiple of 64; otherwise as `shares.SHORT`: the kernels that are timed
 
     @property
     def agreement(self):
@@ -148,8 +152,11 @@ class Mamba3(Subject):
         return mamba3_regions.regions(shape, device) if backend_for(shape, device) == "triton" else []
 
     def get_ready(self, spec, device):
+        """The official kernels' hundreds of variants, which would take a quarter of an hour and more one by one."""
         if spec.group == OFFICIAL:
-            official_mamba3.compile_at_once(spec.shapes[0], Path(spec.work))
+            with contextlib.suppress(Absent):
+                self.contestants(OFFICIAL, spec.shapes[0], device)
+                shares.compile_at_once(self.name, OFFICIAL, spec.group_shapes, PACKAGE, Path(spec.work))
 
 
 SUBJECT = Mamba3()
@@ -157,7 +164,7 @@ SUBJECT = Mamba3()
 
 def backend_for(shape: Shape, device: torch.device) -> str:
     """ "triton" where the kernels take such a call, else "chunk", the form in PyTorch."""
-    inputs, _ = SUBJECT.random_inputs(shape, official_mamba3.SHORT, device)
+    inputs, _ = SUBJECT.random_inputs(shape, shares.SHORT, device)
     try:
         with torch.no_grad():
             mamba3(*inputs, backend="triton")
@@ -180,8 +187,8 @@ def _ours(shape: Shape, device: torch.device) -> list[Contestant]:
 def _official(shape: Shape, device: torch.device) -> list[Contestant]:
     if shape.dtype != "bfloat16":
         raise Absent(f"mamba-ssm computes in bfloat16, {shape.dtype} is not compared")
-    op = import_from(official_mamba3.OPERATION, "mamba3_siso_combined")
-    norm = import_from(official_mamba3.NORM, "rmsnorm_fn")
+    op = import_from(OPERATION, "mamba3_siso_combined")
+    norm = import_from(NORM, "rmsnorm_fn")
 
     def call(q, k, v, decay, dt, trap, q_bias, k_bias, angles, D, z, *states):
         *outputs, v_last = op(
