@@ -265,6 +265,16 @@ def test_a_run_that_had_nothing_to_do_keeps_the_figures_of_the_one_before(config
     assert summary_of(config) == before and before["num_logged_steps"] == 2
 
 
+def test_figures_of_an_earlier_run_are_not_those_of_one_without_tensorboard(config):
+    write_log(config, training=[(1, 5.0), (40, 2.0)], speed=[(1, 10.0)])
+    report.summarize(config.job.dump_folder, config)
+    before = summary_of(config)
+    config.metrics.enable_tensorboard = False
+    text = report.summarize(config.job.dump_folder, config)
+    assert "metrics.enable_tensorboard is off" in text and "5.0000" not in text and "earlier figures" in text
+    assert summary_of(config) == before
+
+
 def next_of(config, *overrides, nproc=None) -> dict[str, list[str]]:
     """Purpose -> the arguments of the command."""
     found = {purpose: shlex.split(command) for command, purpose in next_commands(config, overrides, nproc)}

@@ -134,7 +134,8 @@ def _existing_places(dump_folder: Path, job_config: JobConfig, events: Path | No
 def collect(dump_folder: str | Path, job_config: JobConfig, world_size: int | None = None) -> dict[str, Any]:
     """The figures of a run as plain data; what is not known is None. See :func:`summarize`."""
     dump_folder = Path(dump_folder)
-    events = event_file(dump_folder, job_config)
+    # Without TensorBoard what lies there is of an earlier run.
+    events = event_file(dump_folder, job_config) if job_config.metrics.enable_tensorboard else None
     scalars = read_scalars(events) if events is not None else {}
     training, validation = scalars.get(TRAINING_LOSS, []), scalars.get(VALIDATION_LOSS, [])
     speeds = [value for _, value in scalars.get(TOKENS_PER_SECOND, [])]
