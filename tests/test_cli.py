@@ -28,11 +28,28 @@ def test_an_impossible_value_is_one_line_and_nothing_starts(capsys):
     assert error.count("\n") == 1
 
 
-def test_an_unknown_key_is_one_line(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("num_chunks", "num_chunk", "unknown key 'num_chunk' in [stateflow]; did you mean num_chunks?"),
+        ("seq_len = 2048\nsteps", "seqlen = 2048\nsteps", "unknown key 'seqlen' in [training]; did you mean seq_len?"),
+        ("num_chunks", "seq_len", "unknown key 'seq_len' in [stateflow]; there is one in [training] and [validation]"),
+        ("warmup_steps", "zzz", "unknown key 'zzz' in [lr_scheduler]; there are warmup_steps, total_steps, "),
+        ("[stateflow]", "[stateflw]", "unknown section [stateflw]; did you mean [stateflow]?"),
+        ("[debug]", "[stateflow.modl]\ndim = 8\n[debug]", "unknown key 'modl' in [stateflow]; did you mean model?"),
+        ("[debug]", "[stateflow.model]\ndims = 8\n[debug]", "unknown key 'dims' in [stateflow.model]; did you mean di"),
+        ("[debug]", "[zzz]\nx = 8\n[debug]", "unknown section [zzz]; there are stateflow, "),
+        ("[job]", "seq_len = 8\n[job]", "unknown key 'seq_len' at top level; there is one in [training] and "),
+    ],
+)
+def test_an_unknown_key_of_the_file_is_one_line(tmp_path, old, new, message, capsys):
     config = tmp_path / "train.toml"
-    config.write_text(DEMO.read_text().replace("num_chunks", "num_chunkz"))
+    text = DEMO.read_text()
+    assert old in text
+    config.write_text(text.replace(old, new, 1))
     assert main(["train", str(config)]) == 2
-    assert "unknown key 'num_chunkz' in the section of StateFlow" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(f"stateflow: {config}: {message}") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -40,6 +57,7 @@ def test_an_unknown_key_is_one_line(tmp_path, capsys):
     [
         (["--stateflow.num-chunk", "8"], "unknown option --stateflow.num-chunk; did you mean --stateflow.num-chunks?"),
         (["--training.seqlen=8"], "unknown option --training.seqlen; did you mean --training.seq-len?"),
+        (["--stateflw.num-chunks=8"], "unknown option --stateflw.num-chunks; did you mean --stateflow.num-chunks?"),
         (["--nosuch.key=1"], "unknown option --nosuch.key; every key of the config is --section.key VALUE"),
         (["--stateflow.enable=3"], "'3' is no option; a flag takes no value: --section.key for true"),
         (["--training.steps=many"], "Error parsing --training.steps: invalid literal for int() with base 10: 'many'"),
@@ -129,6 +147,49 @@ def test_what_hidden_ranks_report_is_shown_at_the_end(monkeypatch, capsys):
     monkeypatch.setattr(cli, "run_to_its_end", run)
     assert cli.torchrun(3, "torchtitan.train", [], log_rank=1) == 7
     assert capsys.readouterr().err == "report of 0\nreport of 2\n"
+
+
+@pytest.mark.parametrize("command", [["train"], ["verify"], ["simulate"], ["plan", "--analytic"]])
+def test_a_model_that_is_not_ours_is_one_line(tmp_path, command, capsys):
+    config = tmp_path / "train.toml"
+    config.write_text(DEMO.read_text().replace('name = "stateflow"', 'name = "llama3"'))
+    assert main([*command, str(config)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("stateflow: [model] name = 'llama3' is none of these models; set [model] name = ")
+    assert error.count("\n") == 1
+
+
+@pytest.fixture
+def no_launch(monkeypatch):
+    monkeypatch.setattr(cli, "run_to_its_end", lambda *_, **__: pytest.fail("ranks were started"))
+
+
+def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_launch(tmp_path, no_launch, capsys):
+    from stateflow.titan import resume
+
+    checkpoint = tmp_path / "checkpoint" / "step-2"
+    resume.write(checkpoint, resume.describe_run(parse_config(["--job.config_file", str(DEMO)]), 1))
+    (checkpoint / ".metadata").write_bytes(b"")
+    assert main(["train", str(DEMO), f"--job.dump_folder={tmp_path}", "--nproc", "4"]) == 2
+    error = capsys.readouterr().err
+    assert "was written with a data-parallel degree of 1, this run has 2" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "is empty; put text into it"), ('{"a": "x", "b": "y"}\n', 'has no column "text" and 2 other columns')],
+)
+@pytest.mark.parametrize("section", ["training", "validation"])
+def test_data_that_cannot_be_read_is_refused_before_launch(
+    tmp_path, no_launch, monkeypatch, content, message, section, capsys
+):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(content)
+    arguments = [f"--{section}.dataset", str(rows), f"--job.dump_folder={tmp_path}"]
+    assert main(["train", str(DEMO), *arguments]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"stateflow: dataset '{rows}' ") and message in error
 
 
 @pytest.mark.processes

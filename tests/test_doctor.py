@@ -37,6 +37,8 @@ def test_without_a_gpu_it_says_so_and_is_content(monkeypatch, capsys):
         assert component in printed
     assert f"torch       {torch.__version__}" in printed
     assert "there is no CUDA device" in printed and "every shape gets the default" in printed
+    if not torch.cuda.is_available():
+        assert "nvidia_h200" in printed and "bfloat16, 32768 tokens: " not in printed and len(printed.splitlines()) < 40
 
 
 def test_self_checks_that_pass(interpreted, capsys):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import io
@@ -23,8 +24,9 @@ import sys
 import tempfile
 import tomllib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from stateflow import commands as more_commands
 from stateflow.faults import FAULTS
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         if options.command == "train":
-            return _train(options, config, titan_args)
+            return _train(options, config, titan_args, overrides)
         if options.command == "tune-kernels":
             return _tune(options, config)
         if options.command == "bench":
@@ -151,23 +153,13 @@ def _parser_complaint(box: str) -> str:
     section, _, key = option.rpartition(".")
     if not option.startswith("--"):
         return f"{option!r} is no option; a flag takes no value: --section.key for true, --section.no-key for false"
-    near = difflib.get_close_matches(key.replace("_", "-"), _option_names(section), n=1)
-    hint = f"; did you mean {section}.{near[0]}?" if near else "; every key of the config is --section.key VALUE"
-    return f"unknown option {option}{hint}"
-
-
-def _option_names(section: str) -> list[str]:
-    """The keys of a section, "--training" or "--stateflow.model", as the override parser spells them."""
-    from torchtitan.config import JobConfig
-
-    from stateflow.titan.config import JobConfig as Ours
-
-    for place in (Ours(), JobConfig()):
-        for name in section.removeprefix("--").split("."):
-            place = getattr(place, name, None)
-        if place is not None:
-            return [key.replace("_", "-") for key in vars(place)]
-    return []
+    sections = {f"--{name}": [key.replace("_", "-") for key in table] for name, table in _tables().items() if name}
+    hint = "every key of the config is --section.key VALUE"
+    if near := difflib.get_close_matches(key.replace("_", "-"), sections.get(section, ()), n=1):
+        hint = f"did you mean {section}.{near[0]}?"
+    elif section not in sections and (near := difflib.get_close_matches(section, sections, n=1)):
+        hint = f"did you mean {near[0]}.{key}?"
+    return f"unknown option {option}; {hint}"
 
 
 def _type_complaint(warning: str) -> str | None:
@@ -188,12 +180,55 @@ def _one_sentence(error: Exception, config: Path) -> str:
     """torchtitan's complaint about unknown keys names a class and a script that is not here: say it with the file."""
     if isinstance(error, tomllib.TOMLDecodeError):
         return f"{config}: no TOML: {error}"
-    found = re.match(r"Invalid field names in <class '(.*)'> data: \{(.*)\}", str(error))
-    if found is None:
+    if not str(error).startswith("Invalid field names"):
         return str(error)
-    section = found[1].rsplit(".", 1)[-1].removeprefix("Merged")
-    where = "at top level" if section == "JobConfig" else f"in the section of {section}"
-    return f"{config}: unknown key {found[2]} {where}; see docs/configuration.md for the keys of [stateflow]"
+    return f"{config}: {_unknown_key(tomllib.loads(config.read_text()))}"
+
+
+def _unknown_key(toml: Mapping[str, Any]) -> str:
+    """Which key of a file the config lacks, and what it may mean: the nearest, or one of that name elsewhere."""
+    tables = _tables()
+    for name, table in [("", toml), *_inner("", toml)]:
+        known = tables.get(name)
+        unknown = [] if known is None else [key for key in table if key not in known]
+        if not unknown:
+            continue
+        key, near = unknown[0], difflib.get_close_matches(unknown[0], known, n=1)
+        if not name and isinstance(table[key], dict):
+            hint = f"did you mean [{near[0]}]?" if near else f"there are {', '.join(known)}"
+            return f"unknown section [{key}]; {hint}"
+        elsewhere = [f"[{other}]" for other in tables if other and key in tables[other]]
+        if elsewhere:
+            hint = f"there is one in {' and '.join(elsewhere)}"
+        else:
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        return f"unknown key {key!r} {f'in [{name}]' if name else 'at top level'}; {hint}"
+    return "it holds a key that the config does not know"
+
+
+def _inner(name: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """("training.dataloader", its table) of every table below one."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            path = f"{name}.{key}".lstrip(".")
+            yield path, value
+            yield from _inner(path, value)
+
+
+def _tables() -> dict[str, dict[str, Any]]:
+    """{"": sections, "training": its keys, "training.dataloader": ..} of a config."""
+    from torchtitan.config import JobConfig
+
+    from stateflow.titan.config import JobConfig as Ours
+
+    def below(name: str, place: Any) -> dict[str, dict[str, Any]]:
+        found = {name: vars(place)}
+        for key, value in vars(place).items():
+            if dataclasses.is_dataclass(value):
+                found |= below(f"{name}.{key}".lstrip("."), value)
+        return found
+
+    return {**below("", JobConfig()), **below("", Ours()), "": {**vars(Ours()), **vars(JobConfig())}}
 
 
 def world_size(config) -> int:
@@ -242,15 +277,20 @@ def _processes(options, config) -> int:
     return nproc
 
 
-def _train(options, config, titan_args: Sequence[str]) -> int:
+def _train(options, config, titan_args: Sequence[str], overrides: Sequence[str]) -> int:
+    from stateflow.titan.data import open_local
     from stateflow.titan.order import loss_rank
+    from stateflow.titan.resume import check_resume
 
     nproc = _processes(options, config)
+    # What every rank would find out, each with a traceback: now that their number is known.
+    check_resume(config, nproc)
+    open_local(config)
     status = torchrun(nproc, "torchtitan.train", titan_args, log_rank=loss_rank(config, nproc))
     if status == 0:
         from stateflow.titan.report import summarize
 
-        print(summarize(config.job.dump_folder, config, world_size=nproc))
+        print(summarize(config.job.dump_folder, config, nproc, overrides, options.nproc))
     return status
 
 

@@ -1,6 +1,7 @@
 """``plan``, ``simulate``, ``draw`` as a user meets them, in this process."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,28 @@ def test_measured_rows(capsys, tmp_path, monkeypatch):
     text = picture.read_text()
     assert "mine.csv, N = 2, V = 1, measured" in text and "zero_bubble, N = 2, V = 2, simulated" in text
     assert "interleaved, N = 1, V = 2, measured" not in text
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_command_that_uses_a_plan_is_accepted(enabled, capsys, tmp_path, monkeypatch):
+    """As it is printed: with the overrides that the plan was made for, without keys that the plan brings."""
+    from stateflow.cli import build_parser, parse_config
+
+    config, out = tmp_path / "my train.toml", tmp_path / "plan.toml"
+    text = Path(DEMO).read_text().replace("num_chunks = 4", "num_chunks = 4\nskew = 0.5")
+    config.write_text(text if enabled else text.replace("enable = true", "enable = false", 1))
+    call = [
+        "plan", str(config), "--verify", "0", "--policies", "1f1b", "--out", str(out), "--lengths", "64", "128",
+        "--microbatches", "3", "--training.seq-len", "128", "--validation.no-enable", "--stateflow.num-chunks=2",
+        "--model.flavor=tiny", f"--job.dump_folder={tmp_path}", "--cache", str(tmp_path / "cache.json"),
+    ]  # fmt: skip
+    assert main(call) == 0
+    printed = capsys.readouterr().out.split("use it with\n")[1].strip()
+    options, overrides = build_parser().parse_known_args(shlex.split(printed)[1:])
+    assert options.command == "train" and options.config == config
+    accepted = parse_config(["--job.config_file", str(config), *overrides])
+    assert accepted.stateflow.enable and accepted.stateflow.plan == str(out)
+    assert accepted.training.seq_len == 128 and accepted.training.local_batch_size == 3
 
 
 def test_rows_that_cannot_be_measured(capsys, monkeypatch):

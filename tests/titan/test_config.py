@@ -44,6 +44,8 @@ REFUSED = {
     "--stateflow.model.mamba-num-angles=5": "mamba_num_angles = 5",
     "--stateflow.kernels=triton --stateflow.model.pattern=mamba3": "does not fit the mamba3 layers, with N = mam",
     "--model.flavor=huge": "flavor = 'huge' is unknown; choose one of",
+    "--model.flavor=demo_mamba": "flavor = 'demo_mamba' is unknown; did you mean 'demo_mamba3'? known: demo, ",
+    "--model.name=llama3": 'set [model] name = "stateflow", and flavor',
     "--parallelism.pipeline_parallel_degree=5": "above the model's 4 layers; use at most 4",
     "--parallelism.tensor_parallel_degree=4": "tensor_parallel_degree = 4 does not divide the model's num_heads = 2",
     "--parallelism.tensor_parallel_degree=2 --parallelism.enable_async_tensor_parallel": "set it to false",

@@ -166,5 +166,5 @@ def test_stock_trainer_trains_validates_saves_and_reports(tmp_path):
     assert 3.0 < figures["validation_entropy"] < 3.6  # Python source by bytes, in nats
     assert figures["tokens_per_second_total"] == figures["tokens_per_second_per_device"] > 0
     assert (tmp_path / "checkpoint" / "step-3").is_dir()
-    for shown in ("first loss", "validation", "byte-frequency entropy", "checkpoints", "stateflow train"):
+    for shown in ("first loss", "validation", "byte-frequency entropy", "checkpoints", "stateflow verify"):
         assert shown in run.stdout, shown

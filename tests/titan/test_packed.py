@@ -123,13 +123,14 @@ def test_parquet_streams_and_validation(tmp_path):
         list(data.iterate_texts(str(tmp_path / "rows.parquet")))
 
 
+GOOD_ROW = {"input_ids": [1], "cu_seqlens": [0, 1], "document_ids": [0]}
 BAD_ROWS = {
-    "a row has 3 input_ids and 2 document_ids": {"input_ids": [1, 2, 3], "document_ids": [0, 0]},
-    r"cu_seqlens = \[0, 2\] does not fit a row of 3": {"input_ids": [1, 2, 3], "cu_seqlens": [0, 2]},
+    "row 2 of .*: the row has 3 input_ids and 2 document_ids": {"input_ids": [1, 2, 3], "document_ids": [0, 0]},
+    r"row 2 of .*: cu_seqlens = \[0, 2\] does not fit a row of 3": {"input_ids": [1, 2, 3], "cu_seqlens": [0, 2]},
     r"cu_seqlens = \[1, 3\]": {"input_ids": [1, 2, 3], "cu_seqlens": [1, 3]},
     r"cu_seqlens = \[0, 2, 1, 3\]": {"input_ids": [1, 2, 3], "cu_seqlens": [0, 2, 1, 3]},
     "say the same: drop one": {"input_ids": [1], "cu_seqlens": [0, 1], "document_ids": [0]},
-    "the token id 300, the model's vocab_size is 258; set .* vocab_size = 301": {"input_ids": [1, 300]},
+    "row 2 of .*: it has the token id 300, the model's vocab_size is 258; set .* = 301": {"input_ids": [1, 300]},
     "the token id -1, .* ids start at 0": {"input_ids": [1, -1]},
 }
 
@@ -138,7 +139,8 @@ BAD_ROWS = {
 def test_rows_that_do_not_fit_are_refused(tmp_path, message):
     from tests.titan import harness
 
-    rows = write_rows(tmp_path / "rows.jsonl", [BAD_ROWS[message]])
+    bad = BAD_ROWS[message]
+    rows = write_rows(tmp_path / "rows.jsonl", [{name: GOOD_ROW[name] for name in bad}, bad])
     config = harness.parse([f"--training.dataset={rows}"])
     with pytest.raises(ValueError, match=message):
         next(iter(loader_of(config)))

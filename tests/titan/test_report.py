@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.config import JobConfig
 
+from stateflow.overrides import key_of, replaced
 from stateflow.pipeline.policies import build_schedule
 from stateflow.pipeline.schedule import Kind
 from stateflow.pipeline.trace import ActionTrace
 from stateflow.planning.plan_file import PlanFile, Target, write_plan
 from stateflow.titan import report
 from stateflow.titan.config import StateFlow
+from stateflow.titan.next_commands import next_commands
 from stateflow.titan.tokenizer import ByteTokenizer
 
 
@@ -35,6 +38,8 @@ def config(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     config = JobConfig()
     config.job.config_file = "titan_configs/demo.toml"
+    config.model.name, config.model.flavor, config.training.dataset = "stateflow", "demo", "stdlib"
+    config.validation.local_batch_size, config.validation.steps = config.training.local_batch_size, 8
     config.job.dump_folder = str(tmp_path / "out")
     config.metrics.enable_tensorboard = True
     config.validation.enable = True
@@ -180,11 +185,13 @@ def test_a_log_without_a_step(config):
 
 
 def test_without_validation(config):
-    config.validation.enable, config.validation.dataset = False, "./missing"
+    config.validation.enable = False
     write_log(config, training=[(1, 2.0), (2, 1.0)], speed=[(1, 5.0)])
     text = report.summarize(config.job.dump_folder, config)
     assert "entropy" not in text and "--validation.enable" in text
     assert summary_of(config)["validation_entropy"] is None
+    config.validation.dataset = "./missing"  # what would be refused is no advice
+    assert "--validation.enable" not in report.summarize(config.job.dump_folder, config)
 
 
 def test_validation_text_that_is_gone_is_no_error(config):
@@ -241,11 +248,88 @@ def test_number_of_devices(config):
 def test_next_commands_follow_the_config(config):
     config.stateflow.num_chunks = 8
     assert "--stateflow.num-chunks 16" in report.summarize(config.job.dump_folder, config)
-    config.stateflow.num_chunks, config.stateflow.chunk_lengths = None, [3, 1]
+    config.stateflow.num_chunks, config.stateflow.chunk_lengths = None, [1536, 512]
     assert "num-chunks" not in report.summarize(config.job.dump_folder, config)
     config.stateflow.enable = False
     text = report.summarize(config.job.dump_folder, config)
     assert "--stateflow.enable" in text and "num-chunks" not in text and "no-enable" not in text
+
+
+def test_a_run_that_had_nothing_to_do_keeps_the_figures_of_the_one_before(config):
+    write_log(config, training=[(1, 5.0), (40, 2.0)], speed=[(1, 10.0)])
+    report.summarize(config.job.dump_folder, config)
+    before = summary_of(config)
+    write_log(config, run="20260101-0001")
+    text = report.summarize(config.job.dump_folder, config)
+    assert "holds no step yet" in text and "earlier figures" in text
+    assert summary_of(config) == before and before["num_logged_steps"] == 2
+
+
+def test_figures_of_an_earlier_run_are_not_those_of_one_without_tensorboard(config):
+    write_log(config, training=[(1, 5.0), (40, 2.0)], speed=[(1, 10.0)])
+    report.summarize(config.job.dump_folder, config)
+    before = summary_of(config)
+    config.metrics.enable_tensorboard = False
+    text = report.summarize(config.job.dump_folder, config)
+    assert "metrics.enable_tensorboard is off" in text and "5.0000" not in text and "earlier figures" in text
+    assert summary_of(config) == before
+
+
+def next_of(config, *overrides, nproc=None) -> dict[str, list[str]]:
+    """Purpose -> the arguments of the command."""
+    found = {purpose: shlex.split(command) for command, purpose in next_commands(config, overrides, nproc)}
+    assert all(arguments[0] == "stateflow" for arguments in found.values())
+    return {purpose: arguments[1:] for purpose, arguments in found.items()}
+
+
+def test_next_commands_are_the_runs_own_and_do_not_touch_its_folder(tmp_path, monkeypatch):
+    """Each is accepted as it stands and differs from the run in what it is for."""
+    from stateflow.cli import build_parser, parse_config
+    from tests.titan.harness import CONFIG
+
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "my text.txt"
+    text.write_text("text")
+    (tmp_path / "out_2").mkdir()
+    overrides = [
+        "--training.dataset", str(text), "--training.seq-len", "512", "--training.steps=6", "--validation.no-enable",
+        "--stateflow.num-chunks=8", "--job.dump_folder", "out", "--stateflow.trace",
+        "--checkpoint.no-enable",
+    ]  # fmt: skip
+    config = parse_config(["--job.config_file", str(CONFIG), *overrides])
+    found = next_of(config, *overrides, nproc=2)
+    folders = []
+    assert len(found) == 4
+    for purpose, arguments in found.items():
+        options, given = build_parser().parse_known_args(arguments)
+        again = parse_config(["--job.config_file", str(options.config), *given])
+        assert options.nproc == 2
+        assert (again.training.dataset, again.training.seq_len, again.training.steps) == (str(text), 512, 6)
+        names = [key_of(argument) for argument in given if argument.startswith("--")]
+        assert len(names) == len(set(names))
+        if options.command == "train":
+            folders.append(again.job.dump_folder)
+        expected = {
+            "gradients against the unpipelined model": (True, 8, False),
+            "other chunks, the same losses": (True, 16, False),
+            "the same model without chunks, to compare with": (False, 8, False),
+            "with a validation loss": (True, 8, True),
+        }[purpose]
+        assert not again.validation.enable or again.validation.seq_len == 512  # a pipeline has one shape of batch
+        assert (again.stateflow.enable, again.stateflow.num_chunks, again.validation.enable) == expected
+    assert folders == ["out_3", "out_4", "out_5"]
+
+
+def test_overrides_are_replaced():
+    given = ["--a.b-c", "1", "2", "--a.d=3", "--stateflow.no-enable", "--x.no_y", "--a.e", "-1"]
+    changes = {"a.b_c": 5, "stateflow.enable": True, "x.y": False, "stateflow.chunk_lengths": []}
+    expected = ["--a.d=3", "--a.e", "-1", "--a.b_c", "5", "--stateflow.enable", "--x.no-y", "--stateflow.chunk-lengths"]
+    assert replaced(given, changes) == expected and replaced(given, {}) == given
+
+
+def test_next_commands_of_a_table(config):
+    config.stateflow.schedule_file = "table.csv"  # of as many chunks as it is of
+    assert "other chunks, the same losses" not in next_of(config)
 
 
 def test_predicted_beside_measured(config, tmp_path):

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
     chosen = min(tried, key=tried.__getitem__) if tried else fitting[0]
     print("\n" + verdict(chosen, whole, times))
     write(out, scenario, chosen, candidates, whole, times, entry, worst)
-    print(f"plan file {out}; use it with\n  {use_text(options, scenario, chosen, out)}")
+    print(f"plan file {out}; use it with\n  {use_text(options, scenario, overrides, chosen, out)}")
     if not options.check_grid:
         return 0
     if not times and devices_missing(scenario):
@@ -371,21 +371,29 @@ def verdict(chosen, whole, times: dict) -> str:
     return f"{text}\n{times.get(whole, whole.step_time) / best:.2f} times as fast as whole sequences"
 
 
-def use_text(options: argparse.Namespace, scenario: Scenario, chosen, out: Path) -> str:
-    """The command that trains by a plan, with what takes back keys of the config that the plan brings."""
-    config = scenario.job_config
-    section, arguments = config.stateflow, [f"--stateflow.plan {out}"]
+def use_text(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str], chosen, out: Path) -> str:
+    """The command that trains by a plan: what it was made for, and what takes back keys that the plan brings."""
+    from stateflow.cli import parse_config
+    from stateflow.overrides import command, replaced
+
+    # Not the scenario's config: of one that is not enabled that has a single chunk.
+    job, config = scenario.job, parse_config(titan_arguments(options.config, overrides, options.ranks))
+    section, changes = config.stateflow, {"stateflow.plan": out}
     if not section.enable:
-        arguments.append("--stateflow.enable")
-    for name, planned in (("num_chunks", None), ("skew", None), ("policy", chosen.policy),
-                          ("weight_lag", chosen.weight_lag)):  # fmt: skip
-        if getattr(section, name) not in (None, planned):
-            arguments.append(f"--stateflow.{name.replace('_', '-')} None")
+        changes["stateflow.enable"] = True
+    planned = {"num_chunks": None, "skew": None, "policy": chosen.policy, "weight_lag": chosen.weight_lag}
+    for name, value in planned.items():
+        if getattr(section, name) not in (None, value):
+            changes[f"stateflow.{name}"] = None
     if section.chunk_lengths:
-        arguments.append("--stateflow.chunk-lengths")
+        changes["stateflow.chunk_lengths"] = []
     if chosen.recompute != config.activation_checkpoint.mode:
-        arguments.append(f"--activation_checkpoint.mode {chosen.recompute}")
-    return f"stateflow train {options.config} {' '.join(arguments)}"
+        changes["activation_checkpoint.mode"] = chosen.recompute
+    if options.ranks is not None:
+        changes["parallelism.pipeline_parallel_degree"] = options.ranks
+    if options.microbatches is not None:
+        changes["training.local_batch_size"] = job.num_microbatches * job.microbatch_size
+    return command("train", options.config, replaced(overrides, changes))
 
 
 def write(out: Path, scenario: Scenario, chosen, candidates, whole, times, entry: Device, worst: dict) -> None:

@@ -14,7 +14,7 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec  # no
 
 from stateflow.loss import CrossEntropySum  # noqa: E402
 from stateflow.titan import resume  # noqa: E402
-from stateflow.titan.config import JobConfig, install  # noqa: E402
+from stateflow.titan.config import MODEL_NAME, JobConfig, install  # noqa: E402
 from stateflow.titan.data import build_dataloader, build_validator  # noqa: E402
 from stateflow.titan.flavors import FLAVORS, KERNEL_BACKENDS  # noqa: E402
 from stateflow.titan.model import TitanModel  # noqa: E402
@@ -23,8 +23,6 @@ from stateflow.titan.pipeline import pipeline  # noqa: E402
 from stateflow.titan.tokenizer import build_tokenizer  # noqa: E402
 
 __all__ = ["JobConfig", "MODEL_NAME"]
-
-MODEL_NAME = "stateflow"
 
 
 def build_loss(job_config, **kwargs):

@@ -11,6 +11,7 @@ from stateflow.chunks import ChunkCost, ChunkPlan
 from stateflow.pipeline.policies import POLICIES
 from stateflow.planning.plan_file import PlanFile, Target, misfit, model_digest, read_plan
 
+MODEL_NAME = "stateflow"  # under which the models are registered
 DEFAULT_NUM_CHUNKS = 4
 DEFAULT_POLICY = "1f1b"
 
@@ -494,6 +495,11 @@ def validate(job_config) -> None:
         "stateflow and stateflow.model must be tables: write [stateflow] and [stateflow.model] with keys below",
     )
     _check_types(options)
+    _expect(
+        job_config.model.name == MODEL_NAME,
+        f"[model] name = {job_config.model.name!r} is none of these models; set [model] name = \"{MODEL_NAME}\", and "
+        "flavor to one of its flavors",
+    )
     _check_torchtitan(job_config)
     model = resolve_model(job_config)
     p, training, validation = job_config.parallelism, job_config.training, job_config.validation

@@ -272,6 +272,21 @@ def resolve_dataset(name: str, path: str | None = None) -> tuple[str, str | None
     return _register(name, source, loader), None
 
 
+def open_local(job_config: JobConfig) -> None:
+    """Opens the run's own local files once, before there are ranks, which find them in the cache then.
+
+    Raises:
+        ValueError: they are empty, cannot be read, or have no column to train on.
+    """
+    sections = [job_config.training, *([job_config.validation] if job_config.validation.enable else [])]
+    for section in sections:
+        name, _ = resolve_dataset(section.dataset, section.dataset_path)
+        loader = DATASETS[name.lower()].loader
+        if isinstance(loader, partial) and loader.func is _load_files:
+            with _readable_errors(section.dataset):
+                loader(DATASETS[name.lower()].path)
+
+
 def iterate_texts(name: str, path: str | None = None) -> Iterator[str]:
     """The documents of a dataset, in order and once, as the dataloader would read them."""
     name, path = resolve_dataset(name, path)
@@ -289,8 +304,11 @@ class TextDataset(HuggingFaceTextDataset):
 
     def __init__(self, *args, vocab_size: int | None = None, **kwargs):
         super().__init__(*args, **kwargs)
-        is_packed = packed.is_packed(self._data)
-        self._stream = packed.PackedStream(self.dataset_name, self.seq_len, vocab_size) if is_packed else None
+        self._stream = None
+        if packed.is_packed(self._data):
+            rank, ranks = kwargs.get("dp_rank", 0), kwargs.get("dp_world_size", 1)
+            share = f", of the rows of data-parallel rank {rank} of {ranks}" if ranks > 1 else ""
+            self._stream = packed.PackedStream(self.dataset_name, self.seq_len, vocab_size, share)
 
     def __iter__(self):
         return super().__iter__() if self._stream is None else self._packed_windows()
@@ -300,7 +318,7 @@ class TextDataset(HuggingFaceTextDataset):
         while True:
             for row in self._get_data_iter():
                 self._sample_idx += 1
-                self._stream.add(row)
+                self._stream.add(row, self._sample_idx)
                 yield from self._stream.windows()
             packed.report_end(self.dataset_name, self.infinite)
             if not self.infinite:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 
 from stateflow.model import LanguageModel, ModelConfig, count_parameters, flops_per_token
@@ -92,7 +93,9 @@ def resolve_model(job_config) -> ModelArgs:
     """
     name = job_config.model.flavor
     if name not in FLAVORS:
-        raise ValueError(f"[model] flavor = {name!r} is unknown; choose one of {', '.join(sorted(FLAVORS))}")
+        near = difflib.get_close_matches(name.lower(), FLAVORS, n=1)
+        hint = f"did you mean {near[0]!r}? known:" if near else "choose one of"
+        raise ValueError(f"[model] flavor = {name!r} is unknown; {hint} {', '.join(sorted(FLAVORS))}")
     options = job_config.stateflow
     given = {k: v for k, v in vars(options.model).items() if v is not None}
     if "pattern" in given:

@@ -39,22 +39,21 @@ def is_packed(dataset: Dataset | IterableDataset) -> bool:
     return TOKENS in names
 
 
-def documents_of_row(row: Mapping[str, Any], name: str = "") -> list[int] | None:
+def documents_of_row(row: Mapping[str, Any], where: str = "") -> list[int] | None:
     """The document of each token of a row, counted from 0; None without a column that says.
 
-    A row whose entry in that column is null is one document.
+    A row whose entry in that column is null is one document. ``where`` begins the message of an error.
 
     Raises:
         ValueError: the column does not fit the row's tokens.
     """
     num_tokens = len(row[TOKENS])
-    where = f"dataset {name!r}: " if name else ""
     ids, ends = row.get("document_ids"), row.get("cu_seqlens")
     if ids is None and ends is None:
         return [0] * num_tokens if any(name in row for name in COLUMNS) else None
     if ids is not None:
         if len(ids) != num_tokens:
-            raise ValueError(f"{where}a row has {num_tokens} {TOKENS} and {len(ids)} document_ids; give one for each")
+            raise ValueError(f"{where}the row has {num_tokens} {TOKENS} and {len(ids)} document_ids; give one for each")
         changes = (a != b for a, b in itertools.pairwise(ids))
         return list(itertools.accumulate(changes, initial=0)) if num_tokens else []
     falls = any(b < a for a, b in itertools.pairwise(ends))
@@ -70,18 +69,21 @@ def documents_of_row(row: Mapping[str, Any], name: str = "") -> list[int] | None
 class PackedStream:
     """The windows of rows that follow each other; what is left over of them is the state to resume from.
 
-    ``vocab_size`` bounds the token ids, so that one too large is named instead of ending in an index error.
+    ``vocab_size`` bounds the token ids, so that one too large is named instead of ending in an index error. ``share``
+    says of which rows this is the stream, where it is not all.
     """
 
-    def __init__(self, name: str, seq_len: int, vocab_size: int | None = None):
-        self.name, self.seq_len, self.vocab_size = name, seq_len, vocab_size
+    def __init__(self, name: str, seq_len: int, vocab_size: int | None = None, share: str = ""):
+        self.name, self.seq_len, self.vocab_size, self.share = name, seq_len, vocab_size, share
         self.tokens: list[int] = []
         self.documents: list[int] = []
         self._next_document = 0
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        documents = documents_of_row(row, self.name)
-        self._check_tokens(row[TOKENS])
+    def add(self, row: Mapping[str, Any], number: int) -> None:
+        """``number`` is the row's, from 1, for messages."""
+        where = f"row {number} of dataset {self.name!r}{self.share}: "
+        documents = documents_of_row(row, where)
+        self._check_tokens(row[TOKENS], where)
         self.tokens += row[TOKENS]
         if documents:
             self.documents += [self._next_document + d for d in documents]
@@ -105,13 +107,13 @@ class PackedStream:
         self.tokens, self.documents = list(state["token_buffer"]), list(state.get("document_buffer", []))
         self._next_document = state.get("document", 0)
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
+    def _check_tokens(self, tokens: Sequence[int], where: str) -> None:
         if self.vocab_size is None or not tokens:
             return
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"dataset {self.name!r} has the token id {token}, the model's vocab_size is {self.vocab_size}; "
+                    f"{where}it has the token id {token}, the model's vocab_size is {self.vocab_size}; "
                     + ("ids start at 0" if token < 0 else f"set [stateflow.model] vocab_size = {token + 1} or more")
                 )
 

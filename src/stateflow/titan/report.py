@@ -7,7 +7,7 @@ same text: the loss of the best model that knows how frequent each token is and 
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 
 from stateflow.titan.data import iterate_texts
+from stateflow.titan.next_commands import next_commands
 from stateflow.titan.order import loss_rank
 from stateflow.titan.prediction import predictions, traced
 from stateflow.titan.tokenizer import ByteTokenizer, build_tokenizer
@@ -133,7 +134,8 @@ def _existing_places(dump_folder: Path, job_config: JobConfig, events: Path | No
 def collect(dump_folder: str | Path, job_config: JobConfig, world_size: int | None = None) -> dict[str, Any]:
     """The figures of a run as plain data; what is not known is None. See :func:`summarize`."""
     dump_folder = Path(dump_folder)
-    events = event_file(dump_folder, job_config)
+    # Without TensorBoard what lies there is of an earlier run.
+    events = event_file(dump_folder, job_config) if job_config.metrics.enable_tensorboard else None
     scalars = read_scalars(events) if events is not None else {}
     training, validation = scalars.get(TRAINING_LOSS, []), scalars.get(VALIDATION_LOSS, [])
     speeds = [value for _, value in scalars.get(TOKENS_PER_SECOND, [])]
@@ -166,26 +168,6 @@ def collect(dump_folder: str | Path, job_config: JobConfig, world_size: int | No
         "num_logged_steps": len(training),
         "places": _existing_places(dump_folder, job_config, events),
     }
-
-
-def _next_commands(job_config: JobConfig) -> list[tuple[str, str]]:
-    """(command, what it is for): two or three that make sense after this run."""
-    options = job_config.stateflow
-    config_file = job_config.job.config_file or "train.toml"
-    train = f"stateflow train {config_file}"
-    # Another folder, or the run would resume from this one's checkpoint.
-    other = f" --job.dump_folder {job_config.job.dump_folder.rstrip('/')}_2" if job_config.checkpoint.enable else ""
-    commands = [(f"stateflow verify {config_file}", "gradients against the unpipelined model")]
-    if options.enable:
-        if not (options.chunk_lengths or options.plan):  # they exclude a number of chunks
-            num_chunks = 16 if options.num_chunks == 8 else 8
-            commands.append((f"{train} --stateflow.num-chunks {num_chunks}{other}", "other chunks, the same losses"))
-        commands.append((f"{train} --stateflow.no-enable{other}", "the same model without chunks, to compare with"))
-    else:
-        commands.append((f"{train} --stateflow.enable{other}", "the same model, its sequences pipelined in chunks"))
-    if not job_config.validation.enable:
-        commands.append((f"{train} --validation.enable", "with a validation loss"))
-    return commands
 
 
 def _loss_text(point: Point) -> str:
@@ -227,7 +209,13 @@ def _step_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _to_text(figures: Mapping[str, Any], dump_folder: Path, job_config: JobConfig) -> str:
+def _to_text(
+    figures: Mapping[str, Any],
+    dump_folder: Path,
+    job_config: JobConfig,
+    kept: bool,
+    commands: Sequence[tuple[str, str]],
+) -> str:
     rows = []
     if not figures["has_events"]:
         reason = "" if job_config.metrics.enable_tensorboard else " (metrics.enable_tensorboard is off)"
@@ -248,13 +236,12 @@ def _to_text(figures: Mapping[str, Any], dump_folder: Path, job_config: JobConfi
         rows.append(("speed", _speed_text(figures)))
     rows += _step_rows(figures)
     rows += figures["places"].items()
-    rows.append(("these figures", str(dump_folder / SUMMARY_FILE)))
+    rows.append(("earlier figures" if kept else "these figures", str(dump_folder / SUMMARY_FILE)))
 
     width = max(len(name) for name, _ in rows)
     lines = ["Run summary (losses in nats per token)"]
     lines += [f"  {name:<{width}}  {value}" for name, value in rows]
-    commands = _next_commands(job_config)
-    width = max(len(command) for command, _ in commands)
+    width = min(80, max(len(command) for command, _ in commands))  # a longer one has its purpose right behind it
     lines += ["Next", *(f"  {command:<{width}}  # {purpose}" for command, purpose in commands)]
     return "\n".join(lines)
 
@@ -270,8 +257,16 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def summarize(dump_folder: str | Path, job_config: JobConfig, world_size: int | None = None) -> str:
+def summarize(
+    dump_folder: str | Path,
+    job_config: JobConfig,
+    world_size: int | None = None,
+    overrides: Sequence[str] = (),
+    nproc: int | None = None,
+) -> str:
     """A short report of the latest run in ``dump_folder``; also writes its figures to ``summary.json`` there.
+
+    A run that logged no step, as one whose checkpoint is of the last step already, leaves the file of an earlier one.
 
     It shows the first and last training loss, the validation loss beside the order-0 entropy of the same
     text, the median speed, where things lie and what to try next. Missing data is reported, not an error.
@@ -281,9 +276,13 @@ def summarize(dump_folder: str | Path, job_config: JobConfig, world_size: int | 
         job_config: the run's merged config, with its ``[stateflow]`` section.
         world_size: processes of the run, for the total speed; by default what the config's degrees multiply
             to.
+        overrides, nproc: those of the run's command, for the next ones.
     """
     dump_folder = Path(dump_folder)
     figures = collect(dump_folder, job_config, world_size)
     dump_folder.mkdir(parents=True, exist_ok=True)
-    (dump_folder / SUMMARY_FILE).write_text(json.dumps(_finite(figures), indent=2, allow_nan=False) + "\n")
-    return _to_text(figures, dump_folder, job_config)
+    file = dump_folder / SUMMARY_FILE
+    kept = figures["first_training_loss"] is None and file.is_file()
+    if not kept:
+        file.write_text(json.dumps(_finite(figures), indent=2, allow_nan=False) + "\n")
+    return _to_text(figures, dump_folder, job_config, kept, next_commands(job_config, overrides, nproc))

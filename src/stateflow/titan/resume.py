@@ -68,12 +68,15 @@ def describe_run(job_config, dp_degree: int, model_only: bool = False) -> dict[s
     }
 
 
-def data_parallel_degree(job_config) -> int | None:
-    """Ranks that read different data.  None if it follows from a number of processes that is not known yet."""
+def data_parallel_degree(job_config, world_size: int | None = None) -> int | None:
+    """Ranks that read different data.  None if it follows from a number of processes that is not known yet.
+
+    ``world_size`` is that number; without it what the launcher of this process says.
+    """
     p = job_config.parallelism
     if p.data_parallel_shard_degree > 0:
         return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
-    world_size = os.environ.get("WORLD_SIZE")
+    world_size = os.environ.get("WORLD_SIZE") if world_size is None else world_size
     others = p.pipeline_parallel_degree * p.tensor_parallel_degree * p.context_parallel_degree
     return None if world_size is None else max(1, int(world_size) // others)
 
@@ -122,8 +125,10 @@ def _write_record(manager, step: int, last_step: bool) -> None:
 
 
 # --------------------------------------------------------------------------------------- checking
-def check_resume(job_config) -> None:
+def check_resume(job_config, world_size: int | None = None) -> None:
     """Refuses a run that would load a checkpoint of another model, of other data or of another data-parallel degree.
+
+    That degree may depend on the number of processes: a launcher gives it as ``world_size``.
 
     Raises ValueError naming what differs and what to do.  A checkpoint without a record is left to torchtitan.
     """
@@ -154,7 +159,7 @@ def check_resume(job_config) -> None:
     if not weights_only:
         _check_everything_is_there(record, checkpoint)
         if _DATALOADER not in options.exclude_from_loading:
-            _check_position(job_config, record, checkpoint)
+            _check_position(job_config, record, checkpoint, world_size)
 
 
 def _latest_step(folder: Path) -> int | None:
@@ -215,9 +220,9 @@ def _check_everything_is_there(record, checkpoint: Path) -> None:
         )
 
 
-def _check_position(job_config, record, checkpoint: Path) -> None:
+def _check_position(job_config, record, checkpoint: Path, world_size: int | None) -> None:
     way_out = "--checkpoint.exclude_from_loading dataloader resumes everything else and reads the data from its start"
-    saved, mine = record.get("data_parallel_degree"), data_parallel_degree(job_config)
+    saved, mine = record.get("data_parallel_degree"), data_parallel_degree(job_config, world_size)
     if None not in (saved, mine) and saved != mine:
         raise ValueError(
             f"the checkpoint {checkpoint} was written with a data-parallel degree of {saved}, this run has {mine}: the "
