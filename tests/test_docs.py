@@ -18,7 +18,7 @@ def code_blocks(path: Path, language: str) -> list[str]:
 
 @pytest.mark.processes
 def test_the_bare_torch_example_trains(tmp_path):
-    (program,) = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
+    program, _ = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
     script = tmp_path / "bare.py"
     script.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
@@ -26,6 +26,15 @@ def test_the_bare_torch_example_trains(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", result.stdout)]
     assert len(losses) == 10 and losses[-1] < 0.8 * losses[0], losses
+
+
+def test_the_example_of_one_layer_gives_what_the_whole_sequence_does(capsys):
+    _, program = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
+    found = {}
+    exec(program, found)
+    assert found["first_tokens"][:, 64:].any() and found["layer"].q_proj.weight.grad.any()
+    (difference,) = re.findall(r"whole sequence: (\S+)", capsys.readouterr().out)
+    assert float(difference) < 1e-6
 
 
 def test_the_timelines_are_those_of_the_policies():
