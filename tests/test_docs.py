@@ -37,6 +37,21 @@ def test_the_example_of_one_layer_gives_what_the_whole_sequence_does(capsys):
     assert float(difference) < 1e-6
 
 
+def test_a_fault_is_in_the_table_once_and_every_fault_is():
+    from stateflow.faults import FAULTS
+
+    text = (ROOT / "docs" / "exactness.md").read_text().partition("## Planted faults")[2].partition("\n\nThe tests")[0]
+    assert sorted(re.findall(r"^\| `(.+?)` \|", text, flags=re.MULTILINE)) == sorted(FAULTS)
+
+
+def test_the_demo_empties_no_folder_but_its_own():
+    recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
+    (removed,) = re.findall(r"rm -rf (.+)", recipe)
+    assert f"--job.dump_folder={removed} " in recipe and f"`{removed}`" in (ROOT / "README.md").read_text()
+    for path in (ROOT / "titan_configs").glob("*.toml"):
+        assert f'dump_folder = "{removed}"' not in path.read_text(), path
+
+
 def test_the_timelines_are_those_of_the_policies():
     from stateflow.pipeline.policies import POLICIES, build_schedule
     from stateflow.pipeline.timeline import timeline
