@@ -22,9 +22,10 @@ help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  Settings: VENV=.venv  PYTHON=python3.12  WORKERS=2  ARGS="-k checker" (more arguments for pytest or the demo)'
 
-demo: $(STAMP) ## train a small model on this machine's CPU, two processes, a few minutes
-	@rm -rf outputs/demo
-	@CUDA_VISIBLE_DEVICES= $(BIN)/stateflow train titan_configs/demo.toml $(ARGS)
+# A folder of its own, emptied so that the demo starts anew: outputs/demo may hold somebody's run of that config.
+demo: $(STAMP) ## train a small model on this machine's CPU, two processes, a few minutes; anew each time
+	@rm -rf outputs/make_demo
+	@CUDA_VISIBLE_DEVICES= $(BIN)/stateflow train titan_configs/demo.toml --job.dump_folder=outputs/make_demo $(ARGS)
 
 quick: $(STAMP) ## the tests that start no processes and compile nothing, without those of the kernels
 	@$(PYTEST) -m "not gpu and not processes and not slow" --ignore=tests/kernels $(ARGS)

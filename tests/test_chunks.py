@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stateflow.chunks import (
     ChunkCost,
     ChunkPlan,
+    check_documents,
     chunk_documents,
     default_multiple,
     document_starts,
@@ -211,6 +212,38 @@ def test_document_helpers_refuse_what_does_not_fit():
     for start, stop in ((2, 2), (-1, 2), (1, 4)):
         with pytest.raises(ValueError, match=re.escape(f"chunk [{start}, {stop}) must")):
             chunk_documents(torch.zeros(1, 3, dtype=torch.int64), start, stop)
+    with pytest.raises(ValueError, match=r"torch.bool of shape \(1, 3\); give int64"):
+        chunk_documents(torch.zeros(1, 3, dtype=torch.bool), 0, 2)
+
+
+@given(st.lists(st.booleans(), min_size=9, max_size=9), st.integers(0, 8))
+def test_documents_of_any_chunk_are_accepted(marks, start):
+    check_documents(chunk_documents(document_starts(torch.tensor([marks])), start, 9), 1, 9 - start)
+
+
+@pytest.mark.parametrize(
+    ("docs", "message"),
+    [
+        ([[0, 1, 1], [0, 0, 3]], "docs[1, 2] = 3: this token's document starts at the token (2) or with the document "
+         "of the token before it (0)"),
+        ([[5, 5, 5], [0, 0, 0]], "docs[0, 0] = 5: this token's document starts at the token (0) or before it (< 0)"),
+        ([[-1, 1, 0], [0, 0, 0]], "docs[0, 2] = 0"),
+        ([[-2, -2, -3], [0, 0, 0]], "docs[0, 2] = -3"),
+        ([[0.0, 0, 0], [0, 0, 0]], "docs is torch.float32 of shape (2, 3), but must be int64 (2, 3)"),
+        ([[False] * 3] * 2, "docs is torch.bool of shape (2, 3)"),
+        ([[0, 0]] * 2, "docs is torch.int64 of shape (2, 2), but must be int64 (2, 3)"),
+    ],
+)  # fmt: skip
+def test_documents_that_cannot_be_are_named(docs, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_documents(torch.tensor(docs), 2, 3)
+
+
+def test_documents_without_values_to_look_at_pass():
+    check_documents(None, 2, 3)
+    check_documents(torch.full((2, 3), 7, device="meta", dtype=torch.int64), 2, 3)
+    with torch._subclasses.FakeTensorMode():
+        check_documents(torch.full((2, 3), 7), 2, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])

@@ -18,7 +18,7 @@ def code_blocks(path: Path, language: str) -> list[str]:
 
 @pytest.mark.processes
 def test_the_bare_torch_example_trains(tmp_path):
-    (program,) = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
+    program, _ = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
     script = tmp_path / "bare.py"
     script.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
@@ -26,6 +26,30 @@ def test_the_bare_torch_example_trains(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", result.stdout)]
     assert len(losses) == 10 and losses[-1] < 0.8 * losses[0], losses
+
+
+def test_the_example_of_one_layer_gives_what_the_whole_sequence_does(capsys):
+    _, program = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
+    found = {}
+    exec(program, found)
+    assert found["first_tokens"][:, 64:].any() and found["layer"].q_proj.weight.grad.any()
+    (difference,) = re.findall(r"whole sequence: (\S+)", capsys.readouterr().out)
+    assert float(difference) < 1e-6
+
+
+def test_a_fault_is_in_the_table_once_and_every_fault_is():
+    from stateflow.faults import FAULTS
+
+    text = (ROOT / "docs" / "exactness.md").read_text().partition("## Planted faults")[2].partition("\n\nThe tests")[0]
+    assert sorted(re.findall(r"^\| `(.+?)` \|", text, flags=re.MULTILINE)) == sorted(FAULTS)
+
+
+def test_the_demo_empties_no_folder_but_its_own():
+    recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
+    (removed,) = re.findall(r"rm -rf (.+)", recipe)
+    assert f"--job.dump_folder={removed} " in recipe and f"`{removed}`" in (ROOT / "README.md").read_text()
+    for path in (ROOT / "titan_configs").glob("*.toml"):
+        assert f'dump_folder = "{removed}"' not in path.read_text(), path
 
 
 def test_the_timelines_are_those_of_the_policies():

@@ -236,12 +236,49 @@ def chunk_documents(doc_start_BT: Tensor, start: int, stop: int) -> Tensor:
         int64 [B, stop - start], negative where the document began in an earlier chunk.
 
     Raises:
-        ValueError: if the chunk is empty or does not lie in the sequence.
+        ValueError: if the chunk is empty or does not lie in the sequence, or the starts are not int64 [B, T].
     """
+    if doc_start_BT.dtype != torch.int64 or doc_start_BT.dim() != 2:
+        raise ValueError(
+            f"document starts are {doc_start_BT.dtype} of shape {tuple(doc_start_BT.shape)}; give int64 [B, T], as "
+            "document_starts makes them from marks"
+        )
     seq_len = doc_start_BT.shape[1]
     if not 0 <= start < stop <= seq_len:
         raise ValueError(f"chunk [{start}, {stop}) must be non-empty and lie in 0 .. {seq_len}")
     return doc_start_BT[:, start:stop] - start
+
+
+def check_documents(docs_BT: Tensor | None, batch: int, num_tokens: int) -> None:
+    """Raises ValueError where document starts cannot be those of a chunk of `num_tokens` tokens.
+
+    Type and shape always. Values on the CPU only, and not while torch.compile traces: to look at those of a GPU would
+    make the host wait for it. Of the values each must be the token's own position or the start of the token before it;
+    that of the first token 0 or negative. So starts that count from the sequence's first token are noticed as soon as
+    one lies within the chunk or before it, other than at 0.
+    """
+    if docs_BT is None:
+        return
+    if docs_BT.dtype != torch.int64 or docs_BT.shape != (batch, num_tokens):
+        raise ValueError(
+            f"docs is {docs_BT.dtype} of shape {tuple(docs_BT.shape)}, but must be int64 {(batch, num_tokens)}: the "
+            "start of each token's document, from document_starts and chunk_documents of stateflow.chunks"
+        )
+    # An exact type: a fake tensor has no values.
+    if torch.compiler.is_compiling() or type(docs_BT) is not Tensor or docs_BT.device.type != "cpu":
+        return
+    own_T = torch.arange(num_tokens)
+    good_BT = docs_BT == own_T
+    good_BT[:, 1:] |= docs_BT[:, 1:] == docs_BT[:, :-1]
+    good_BT[:, 0] |= docs_BT[:, 0] < 0
+    if not good_BT.all():
+        row, token = (~good_BT).nonzero()[0].tolist()
+        known = f"with the document of the token before it ({docs_BT[row, token - 1]})" if token else "before it (< 0)"
+        raise ValueError(
+            f"docs[{row}, {token}] = {docs_BT[row, token]}: this token's document starts at the token ({token}) or "
+            f"{known}, counted from the chunk's first token; cut document_starts with chunk_documents of "
+            "stateflow.chunks"
+        )
 
 
 def shift_labels(tokens_BT: Tensor, ignore_index: int = -100) -> Tensor:

@@ -1,4 +1,6 @@
 import copy
+import itertools
+import re
 
 import pytest
 import torch
@@ -6,7 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
+from stateflow.chunks import document_starts
 from stateflow.layers import Attention, GatedDeltaNet, HeadGroups, Mamba3, Mixer
 from tests.recurrence.op_testing import assert_close, assert_same_bits, documents, with_grads
 
@@ -71,6 +75,35 @@ def test_chunks_equal_the_whole_and_the_reference(kind, seed, num_tokens, cuts, 
         results.append(with_grads(outputs, [x, *carried, *mixer.parameters()]))
     assert_close(results[0], results[2])
     assert_close(results[1], results[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_that_count_from_the_sequence_are_refused(kind):
+    mixer, x = make_mixer(kind), torch.randn(1, 12, DIM, dtype=torch.float64)
+    doc_start = torch.tensor([[0] * 3 + [3] * 9])
+    _, state = mixer(x[:, :6], None, doc_start[:, :6])
+    with pytest.raises(ValueError, match=re.escape("docs[0, 0] = 3: this token's document starts at the token (0)")):
+        mixer(x[:, 6:], state, doc_start[:, 6:])
+    for docs in (doc_start.double(), doc_start > 0, doc_start[:, 1:]):
+        with pytest.raises(ValueError, match=r"must be int64 \(1, 12\)"):
+            mixer(x, None, docs)
+
+
+@pytest.mark.parametrize(("always_docs", "count"), [(False, 6), (True, 3)])
+@pytest.mark.parametrize("kind", ["gdn", "mamba3"])
+def test_as_few_variants_are_compiled_as_the_docs_say(kind, always_docs, count):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    mixer = torch.compile(make_mixer(kind), fullgraph=True, backend=counter)
+    x = torch.randn(2, 40, DIM, dtype=torch.float64)
+    for density in (0, 0.2):
+        docs = document_starts(torch.rand(2, 40) < density) if density or always_docs else None
+        for lengths in ([40], [8] * 5, [13, 1, 2, 24], [12, 16, 12]):
+            state = [s.requires_grad_() for s in mixer.initial_state(2, "cpu", x.dtype)]
+            bounds = [0, *itertools.accumulate(lengths)]
+            run_in_pieces(mixer, x, state, docs, bounds)[0].sum().backward()
+    assert counter.frame_count == count
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", KINDS)

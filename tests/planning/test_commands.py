@@ -50,12 +50,22 @@ def test_simulate(capsys, tmp_path):
     assert found["step_time"] == pytest.approx((3 + 3 / 2) * 6, rel=1e-3)
 
 
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_too_many_chunks_are_remarked(command, capsys):
+    call = [command, str(CONFIGS / "gdn_3b.toml"), "--microbatches", "4", "--ranks", "3", "--device", "h200"]
+    assert main([*call, "--training.seq-len=8192"]) == 0
+    text = capsys.readouterr().out
+    assert "of the step is overhead of 8 chunks, too short to cover the host's launches; take fewer: --num-" in text
+    assert main([*call, "--training.seq-len=131072"]) == 0
+    assert "note:" not in capsys.readouterr().out
+
+
 def test_a_rank_without_layers_is_remarked(capsys):
     call = ["simulate", DEMO, "--ranks", "8"]
     assert main(call) == 0
     assert "note: stage 7 holds no layer but norm and output: [parallelism]" in capsys.readouterr().out
     assert main([*call, *SPREAD]) == 0
-    assert "note:" not in capsys.readouterr().out
+    assert "note: stage" not in capsys.readouterr().out
 
 
 SPREAD = [
@@ -212,6 +222,7 @@ def test_a_timeline_of_a_config(capsys):
         (["plan", "no.toml", "--analytic"], "no such config: no.toml"),
         (["simulate", DEMO, "--ranks", "9"], "pipeline_parallel_degree = 9 is above the model's 8 layers"),
         (["plan", DEMO, "--ranks", "9", "--analytic"], "use at most 8"),
+        (["compare", DEMO, "--ranks", "16"], "stateflow: --ranks 16: [parallelism] pipeline_parallel_degree = 16 is"),
         (["simulate", DEMO, "--microbatches", "0"], "--microbatches 0: the least is 1"),
         (["simulate", DEMO, "--policy", "2f2b"], "--policy 2f2b: unknown; there are 1f1b"),
         (["simulate", DEMO, "--num-chunks", "3000"], "num_chunks 3000 is more than the 2048 tokens"),

@@ -147,7 +147,7 @@ def test_counted_tables_are_marked_and_stand_beside_the_papers(capsys, tmp_path)
     assert main([*call, "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert text == out.read_text()
-    assert "gdn_3b_hybrid: costs **counted, nothing measured**: FLOPs at assumed shares of a A100's peak" in text
+    assert "gdn_3b_hybrid: costs **counted, nothing measured**: FLOPs at assumed shares of the A100's peak" in text
     step, row = [line for line in text.splitlines() if line.startswith("| gdn_3b_hybrid")]
     assert step.startswith("| gdn_3b_hybrid | full | 65,536 | 4 | ") and "| 8, 0.75 |" in step
     assert row.startswith("| gdn_3b_hybrid | 65,536 | 4 | ") and "| 8, 0.75 |" in row

@@ -14,7 +14,7 @@ from stateflow.pipeline.split import split_model
 from stateflow.planning.plan_file import PlanFile, write_plan
 from stateflow.planning.profile import Point, StageProfile, measure
 from stateflow.planning.stage_runner import LocalStages, TensorParallelStages
-from stateflow.planning.variants import variants
+from stateflow.planning.variants import Variant, variants
 from stateflow.titan.config import make_plan, num_stages, plan_target, policy, weight_lag
 from stateflow.titan.order import make_schedule
 from stateflow.titan.planning import job_of
@@ -159,6 +159,18 @@ def test_a_plan_brings_policy_stages_chunks_and_lag(tmp_path):
             harness.parse([*base, *extra])
 
 
+def test_what_was_not_measured_says_how_its_policies_were_searched_else():
+    one = two = make_job()
+    two = dataclasses.replace(two, parts=two.parts * 2)
+    late = Variant(two, True, ("zero_bubble", "mepipe", "v_shape"))
+    measured = [Variant(one, False, ("1f1b",)), Variant(one, True, ("zero_bubble", "mepipe"))]
+    assert late.not_measured(measured) == (
+        "not searched, no time to measure its stages: zero_bubble, mepipe, v_shape with 2 stages a rank, recomputation "
+        "none (searched: zero_bubble, mepipe with 1 stage a rank, recomputation none)"
+    )
+    assert late.not_measured(measured[:1]).endswith("v_shape with 2 stages a rank, recomputation none")
+
+
 def test_what_a_search_cannot_do_is_refused(tmp_path, capsys, monkeypatch):
     table = tmp_path / "table.csv"
     assert main(["schedule", DEMO, "--out", str(table)]) == 0
@@ -172,6 +184,7 @@ def test_what_a_search_cannot_do_is_refused(tmp_path, capsys, monkeypatch):
     assert main(["plan", DEMO, folder, "--time-budget", "0"]) == 1
     said = capsys.readouterr().out
     assert "no plan is written" in said and "not searched, no time to measure its stages: 1f1b, gpipe" in said
+    assert "with 1 stage a rank, recomputation none" in said and "(searched" not in said
     assert not (tmp_path / "plan.toml").exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

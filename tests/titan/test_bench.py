@@ -7,7 +7,7 @@ import json
 import pytest
 
 from stateflow.cli import main
-from stateflow.titan.bench import Row, format_row, losses_agree, make_rows
+from stateflow.titan.bench import Row, format_row, losses_agree, make_rows, remark
 
 
 def row(name: str, seconds: list[float], losses: list[float], chunks: list[int] | None = None) -> Row:
@@ -31,6 +31,10 @@ def test_a_speed_up_only_where_the_losses_agree():
     # (M + P - 1) / (M + (P - 1) / N) = 5 / 4.25 at M = 4, P = 2, N = 4.
     assert "1.400x" in format_row(same, baseline, 2, 2, "bfloat16")
     assert "119 %" in format_row(same, baseline, 2, 2, "bfloat16")
+    assert "above 100 %" in remark([baseline, other, same], 2, "bfloat16")
+    slower = row("N=4", [1.9], [3.0, 2.0], [256] * 4)
+    failed = Row("N=8", [], 1024, 4, error="out of memory")
+    assert remark([baseline, slower, other, failed], 2, "bfloat16") is None and remark([failed], 2, "float32") is None
     assert "LOSS!" in format_row(other, baseline, 2, 2, "bfloat16")
     assert not losses_agree(row("N=4", [1.0], []), baseline, "bfloat16")
 

@@ -77,7 +77,10 @@ def read_config(config: Path, overrides: Sequence[str], ranks: int | None = None
     try:
         job_config = parse_config(titan_arguments(config, overrides, ranks))
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(_one_sentence(error, config)) from error
+        text = _one_sentence(error, config)
+        if f"pipeline_parallel_degree = {ranks}" in text:
+            text = f"--ranks {ranks}: {text}"
+        raise ValueError(text) from error
     section = job_config.stateflow
     if not section.enable:
         # Such a run is whole sequences in torchtitan's order: what is predicted for it is one chunk in ours.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stateflow.commands import Scenario, add_config, device_text, read_scenario, titan_arguments
+from stateflow.commands.simulate import fewer_chunks
 
 if TYPE_CHECKING:
     from stateflow.chunks import ChunkPlan
@@ -64,6 +65,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     print(f"{scenario.job.describe()}\n{device_text(options, scenario)}\n{plan}\n")
     print(table(rows))
     print("\nV stages a rank; in flight: most and least of the ranks, in full sequences; speed: of the first row's")
+    overhead = scenario.analytic.lost_time(plan, scenario.analytic.simulate(plan)).shares()["chunk_overhead"]
+    if (hint := fewer_chunks(scenario, plan, overhead)) is not None:
+        print(hint)
     if options.measure:
         print(f"\nmeasured here, the median of a few training steps:\n{measured_table(rows)}")
     return 0

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
     entries, fit = [], []
     for variant, profiles in zip(chosen_variants, profiled, strict=True):
         if profiles is None:
-            print(f"not searched, no time to measure its stages: {variant.name}")
+            print(variant.not_measured([v for v, p in zip(chosen_variants, profiled, strict=True) if p is not None]))
             continue
         recorded = in_graphs(config, variant.job)
         entries.append((Measured(variant.job, entry, limit).use(profiles, recorded), variant.policies))

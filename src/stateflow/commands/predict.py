@@ -181,7 +181,7 @@ class Source:
         if not self.caches:
             device = device_named(self.device or PAPERS_DEVICE)
             self.used[flavor] = (
-                f"**counted, nothing measured**: FLOPs at assumed shares of a {device.name}'s peak "
+                f"**counted, nothing measured**: FLOPs at assumed shares of the {device.name}'s peak "
                 f"({device.dense_fraction:.0%} in matrix products, {device.attention_fraction:.0%} in attention, "
                 f"{device.recurrence_fraction:.0%} in recurrences)"
             )

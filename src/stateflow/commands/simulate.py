@@ -6,10 +6,16 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from stateflow.commands import add_config, add_plan, device_text, read_scenario
+from stateflow.commands import Scenario, add_config, add_plan, device_text, read_scenario
 from stateflow.pipeline.schedule import Action, Kind
 from stateflow.planning.devices import GIB
+
+if TYPE_CHECKING:
+    from stateflow.chunks import ChunkPlan
+
+MUCH_OVERHEAD, WORTH_FEWER = 0.1, 1.1  # share of the step; ratio of step times
 
 
 def register(commands) -> None:
@@ -71,9 +77,34 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     for rank in ranks:
         static = sum(analytic.static_of_rank(rank).values()) / GIB
         print(f"{rank:4d} {figures['busy'][rank]:6.1%} {peaks[rank] / GIB:9.2f}  {static:.2f}")
+    if options.cost_file is None and (hint := fewer_chunks(scenario, plan, shares["chunk_overhead"])) is not None:
+        print(f"\n{hint}")
     if not figures["fits"]:
         print(f"\ndoes not fit: {max(peaks) / GIB:.1f} GiB of {analytic.limit / GIB:.1f} GiB usable")
     return 0
+
+
+def fewer_chunks(scenario: Scenario, plan: ChunkPlan, overhead: float) -> str | None:
+    """Where chunk overhead takes much of the step: how much faster fewer chunks are predicted to be; else None."""
+    from stateflow.planning.analytic import NUM_CHUNKS
+
+    analytic = scenario.analytic
+    if overhead < MUCH_OVERHEAD or analytic.table is not None:
+        return None
+    schedule = analytic.schedule(scenario.job.policy, plan.num_chunks)
+    now, fits = analytic.simulate(plan).step_time, max(analytic.peak_bytes(schedule, plan)) <= analytic.limit
+    skew = scenario.job_config.stateflow.skew or 0.0
+    cells = [analytic.cell(n, skew) for n in NUM_CHUNKS if n < plan.num_chunks]
+    cells = [cell for cell in cells if cell.step_time is not None and (cell.fits or not fits)]
+    best = min(cells, key=lambda cell: (cell.step_time, cell.num_chunks), default=None)
+    if best is None or now < WORTH_FEWER * best.step_time:
+        return None
+    graphs = " (CUDA graphs, which make launches fewer, are not counted)" * scenario.job_config.stateflow.cuda_graphs
+    return (
+        f"note: {overhead:.0%} of the step is overhead of {plan.num_chunks} chunks, too short to cover the host's "
+        f"launches{graphs}; take fewer: --num-chunks {best.num_chunks} is predicted to take {best.step_time:.4g} s, "
+        f"{now / best.step_time:.1f} times as fast"
+    )
 
 
 def read_costs(path: Path, num_stages: int, num_chunks: int) -> Callable[[Action], float]:

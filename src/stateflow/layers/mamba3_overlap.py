@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..autocast import Autocast
+from ..chunks import check_documents
 from ..projections import (
     ProjectionsBackward,
     Taker,
@@ -78,6 +79,7 @@ def update(
     layer: Mamba3, x_BTD: Tensor, state: State, docs: Tensor | None, at_once: AtOnce
 ) -> tuple[Tensor, State]:
     """`Mixer.update` of the layer."""
+    check_documents(docs, *x_BTD.shape[:2])  # as the recurrence does, which is passed by here
     linears, out = layer.projections(), layer.out_proj
     # Whose output is summed over ranks, for one, is called.
     called = not only_multiplies(out)

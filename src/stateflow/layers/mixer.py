@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from ..chunks import check_documents
 from .initialize import Initializer
 
 State = tuple[Tensor, ...]
@@ -168,11 +169,15 @@ class Mixer(nn.Module):
             state: what the call on the preceding chunk returned; None at the start of a sequence. Detach it
                 for truncated backpropagation.
             docs: None, or int64 [B, T]: the position, relative to the chunk's first token, of the first token
-                of each token's document (negative: before this chunk).
+                of each token's document (negative: before this chunk), from `chunks.chunk_documents`.
 
         Returns:
             y_BTD and the state for the next chunk, differentiable through it.
+
+        Raises:
+            ValueError: for docs of another type or shape; on the CPU also for values that cannot be.
         """
+        check_documents(docs, *x_BTD.shape[:2])
         if state is None:
             state = self.initial_state(x_BTD.shape[0], x_BTD.device, x_BTD.dtype)
         y_BTD, update = self.update(x_BTD, state, docs)

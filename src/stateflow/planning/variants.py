@@ -25,9 +25,20 @@ class Variant:
 
     @property
     def name(self) -> str:
+        return self.named(self.policies)
+
+    def named(self, policies: Sequence[str]) -> str:
+        """Some of its policies with what they have in common here."""
         per_rank = self.job.stages_per_rank
-        stages = "" if per_rank == 1 else f", {per_rank} stages a rank"
-        return f"{', '.join(self.policies)}{stages}, recomputation {self.job.recompute}"
+        stages = f"{per_rank} stage{'s' * (per_rank > 1)} a rank, recomputation {self.job.recompute}"
+        return f"{', '.join(policies)} with {stages}"
+
+    def not_measured(self, searched: Sequence[Variant]) -> str:
+        """That it was not searched, and how its policies were all the same: the list of results may name them."""
+        text = f"not searched, no time to measure its stages: {self.name}"
+        others = [(one, [p for p in self.policies if p in one.policies]) for one in searched]
+        known = "; ".join(one.named(policies) for one, policies in others if policies)
+        return f"{text} (searched: {known})" if known else text
 
 
 def variants(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..chunks import check_documents
 from . import attention_parts as parts
 from . import reference
 from .numerics import at_least_float32, product
@@ -251,7 +252,7 @@ def prefix_attention(
         o_BTHV in q's dtype, accumulated in at least float32; differentiable in q, k, v and both prefixes.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown backend.
+        ValueError: shapes that do not fit, documents that cannot be (`chunks.check_documents`), an unknown backend.
     """
     batch, num_tokens, num_heads, head_dim = q_BTHK.shape
     num_groups, v_dim = v_BTGV.shape[2:]
@@ -268,6 +269,7 @@ def prefix_attention(
     ):
         if x.shape != shape:
             raise ValueError(f"{name} {list(x.shape)} must be {list(shape)}")
+    check_documents(doc_start_BT, batch, num_tokens)
     if scale is None:
         scale = head_dim**-0.5
     inputs = (q_BTHK, k_BTGK, v_BTGV, k_prefix_BSGK, v_prefix_BSGV, doc_start_BT)

@@ -35,6 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..chunks import check_documents
 from . import reference
 from .backends import choose
 from .chunk_layout import ChunkLayout, decays, decays_backward, matmul_by_chunk
@@ -341,10 +342,11 @@ def gated_delta_rule(
         differentiable in q, k, v, g, beta and state.
 
     Raises:
-        ValueError: shapes that do not fit, a g or state of 16 bits, chunk_size < 1, an unknown backend, "triton"
-            where the kernels cannot run.
+        ValueError: shapes that do not fit, documents that cannot be (`chunks.check_documents`), a g or state of 16
+            bits, chunk_size < 1, an unknown backend, "triton" where the kernels cannot run.
     """
     _check(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, chunk_size)
+    check_documents(doc_start_BT, *v_BTHV.shape[:2])
     if scale is None:
         scale = q_BTHK.shape[-1] ** -0.5
     floating = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)

@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..chunks import check_documents
 from . import reference
 from .backends import choose
 from .chunk_layout import ChunkLayout, decays, decays_backward, matmul_by_chunk
@@ -557,8 +558,8 @@ def mamba3(
         differ by a multiple of 2 pi at the edge of [0, 2 pi): compare them by sine and cosine.
 
     Raises:
-        ValueError: shapes that do not fit, a state of 16 bits, chunk_size < 1, an unknown backend, "triton"
-            where the kernels cannot run.
+        ValueError: shapes that do not fit, documents that cannot be (`chunks.check_documents`), a state of 16 bits,
+            chunk_size < 1, an unknown backend, "triton" where the kernels cannot run.
     """
     tensors = (
         x_BTHP, z_BTHP, B_BTN, C_BTN, dd_dt_BTH, dd_A_BTH, trap_BTH, angle_BTR,
@@ -566,6 +567,7 @@ def mamba3(
         theta_BHR, state_BHNP, k_last_BHN, v_last_BHP,
     )  # fmt: skip
     _check(*tensors, chunk_size)
+    check_documents(doc_start_BT, *x_BTHP.shape[:2])
     form = choose("mamba3", backend, *tensors, misfit=_kernel_misfit(Inputs(*tensors), chunk_size))
     if form == "reference":
         return reference.mamba3(*tensors, doc_start_BT, norm_eps, A_floor)

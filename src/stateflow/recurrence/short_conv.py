@@ -15,6 +15,7 @@ shorter than W-1 keeps a part of the incoming tail in the outgoing one, and d_ta
 import torch
 from torch import Tensor
 
+from ..chunks import check_documents
 from . import reference
 from .backends import choose
 from .numerics import at_least_float32
@@ -177,8 +178,8 @@ def short_conv(
         oldest of them come from the incoming tail. Both are differentiable in x, weight, bias and tail.
 
     Raises:
-        ValueError: shapes that do not fit, a tail of 16 bits, an unknown backend, "triton" where the kernels
-            cannot run.
+        ValueError: shapes that do not fit, documents that cannot be (`chunks.check_documents`), a tail of 16 bits,
+            an unknown backend, "triton" where the kernels cannot run.
     """
     batch, num_tokens, num_channels = x_BTC.shape
     if num_tokens < 1:
@@ -196,6 +197,7 @@ def short_conv(
             f"the tail has {tail_BWC.dtype} but must be at least float32: keep states out of autocasts "
             "(under FSDP2: MixedPrecisionPolicy(cast_forward_inputs=False))"
         )
+    check_documents(doc_start_BT, batch, num_tokens)
     width = weight_CW.shape[1]
     misfit = None if 2 <= width <= 8 else f"they take filters of 2 to 8 inputs, this one has {width}"
     form = choose("short_conv", backend, x_BTC, weight_CW, bias_C, tail_BWC, misfit=misfit)
