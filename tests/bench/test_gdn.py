@@ -243,6 +243,7 @@ def test_shapes(monkeypatch):
     [
         (["--runs", "3"], "--runs 3: a median needs 10 or more"),
         (["--peer-tokens", "4096"], "is not among ours"),
+        (["--shapes", "20x8192", "--peer-heads", "10"], "they leave the peers none of --shapes"),
         (["--ours", "walks", "all"], "--ours all: choose from serial, default, serial-64, any-order, walks"),
         (["--dims", "12x128"], "K must be a multiple of 8"),
         ([], "stateflow bench measures on a CUDA device and there is none here"),
