@@ -97,8 +97,8 @@ def predictor(config, job: Job, cache: Path | None) -> Analytic:
     if cache is None:
         return Analytic(job, device)
     points, facts = Cache(cache), key_facts(config, job, None, False)
-    profiles, _ = measured_stages(points, facts)
-    return Scaled(job, device).use(profiles, without_graphs(points, facts), facts["cuda_graphs"])
+    profiles, where = measured_stages(points, facts)
+    return Scaled(job, device).use(profiles, without_graphs(points, facts, where), facts["cuda_graphs"])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -113,6 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
     job, plan = job_of(config), make_plan(config)
     if job.stages_per_rank != 1 or job.tensor_parallel != 1 or not 0 <= options.rank < job.num_ranks:
         parser.error(f"one stage a rank, no tensor parallelism, and a rank below {job.num_ranks}")
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: the least is 1")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     costs = predictor(config, job, options.cache)

@@ -36,3 +36,5 @@ def test_with_working_weights_on_ranks_that_the_config_does_not_have(capsys):
     assert "PP2, 1 microbatches of 1, recomputation full, bfloat16" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         one_rank.main([*call, "--rank", "2"])
+    with pytest.raises(SystemExit):
+        one_rank.main([*call, "--steps", "0"])

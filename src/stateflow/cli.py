@@ -353,6 +353,8 @@ def _measure(options, unknown: Sequence[str]) -> int:
 def _tune(options, config) -> int:
     from stateflow.planning.kernel_shapes import config_shapes, explicit_shapes
     from stateflow.planning.kernel_tuning import run
+    from stateflow_kernels.gated_delta_rule import CHUNK
+    from stateflow_kernels.waves import why_one_walk
 
     dim = options.dim
     if config is not None and options.heads:
@@ -374,6 +376,9 @@ def _tune(options, config) -> int:
         sizes = (options.k_dim, options.v_dim, options.dtype, options.batch, options.key_heads)
         more = dict(num_angles=options.angles, exact_order=not options.any_order)
         shapes = explicit_shapes(options.heads, options.tokens, *sizes, **more)
+        if options.any_order and all(shape.segments == 1 for shape in shapes):
+            first = (-(-options.tokens[0] // CHUNK), options.batch * options.heads[0], options.k_dim, options.v_dim)
+            raise ValueError(f"--any-order changes nothing here: {why_one_walk(*first)}; leave it out")
     else:
         raise ValueError("tune-kernels needs a config, or shapes: --heads 20 --tokens 8192")
     return run(shapes, options.out, options.time_budget, dim=dim)

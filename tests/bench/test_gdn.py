@@ -16,7 +16,7 @@ from stateflow.bench.contestants import OURS, SERIAL, Absent, Contestant
 from stateflow.bench.gdn_contestants import ANY_ORDER, DEFAULT, SERIAL_64, SUBJECT
 from stateflow.bench.gdn_report import render
 from stateflow.bench.measure import Timing, read_rows
-from stateflow.bench.worker import Parity, Spec, done_path, go_path, sample_path
+from stateflow.bench.worker import Parity, Spec, done_path, go_path, sample_path, warm_path
 from stateflow.cli import build_parser, main
 from stateflow.recurrence import gated_delta_rule
 from stateflow.recurrence.self_check import NAMES
@@ -73,6 +73,21 @@ def test_ours_then_a_peer(work, install):
     assert row["contestant"] == "fla" and "failed" not in row
     assert row["agreement"].keys() == row["errors"].keys() == set(NAMES)
     assert 0 < max(row["agreement"].values()) < 5e-3
+
+
+def test_a_worker_that_is_warm_waits_for_the_others(work, install, monkeypatch):
+    install(reference)
+    done_path(work).touch()
+    rows, timed = work / "fla.jsonl", []
+    monkeypatch.setattr(worker, "measure", lambda *_: timed.append(go_path(work).exists()) or FIGURES)
+
+    def sleep(seconds: float) -> None:
+        assert warm_path(work, "fla").exists()
+        go_path(work).touch()
+
+    monkeypatch.setattr(worker.time, "sleep", sleep)
+    worker.Worker(Spec(SUBJECT.name, "fla", (SHAPE,), str(rows), str(work), 10, "fla", (SHAPE,)), CPU).run()
+    assert timed == [True] and [row["contestant"] for row in read_rows(rows)] == ["fla"]
 
 
 def test_walks_in_segments_take_part_where_they_are_used():
@@ -251,6 +266,7 @@ def test_shapes(monkeypatch):
     [
         (["--runs", "3"], "--runs 3: a median needs 10 or more"),
         (["--peer-tokens", "4096"], "is not among ours"),
+        (["--shapes", "20x8192", "--peer-heads", "10"], "they leave the peers none of --shapes"),
         (["--ours", "walks", "all"], "--ours all: choose from serial, default, serial-64, any-order, walks"),
         (["--dims", "12x128"], "K must be a multiple of 8"),
         ([], "stateflow bench measures on a CUDA device and there is none here"),

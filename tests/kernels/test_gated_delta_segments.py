@@ -108,6 +108,20 @@ def test_only_without_exact_order(device, monkeypatch):
     assert_close(given, [expected] * 2, 1e-5)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_a_call_is_checked_in_as_many_ways_as_it_walks(monkeypatch):
+    """In segments where it goes through segments, and not by the check of one walk."""
+    asked = []
+    monkeypatch.setattr(
+        self_check, "checked_plan", lambda problem, plan: asked.append((problem.in_segments, plan.num_segments)) or plan
+    )
+    torch.manual_seed(0)
+    inputs = make_inputs(1, 70, 1, 1, 16, 16, normalize=True)
+    for num_segments in (1, 2):
+        results(inputs, None, num_segments)
+    assert set(asked) == {(False, 1), (True, 2)}
+
+
 @triton.jit
 def first_chunk_of_a_segment(segment, num_segments, first_chunk, end_chunk):
     first = first_chunk + segment * (end_chunk - first_chunk) // num_segments

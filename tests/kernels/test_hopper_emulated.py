@@ -43,12 +43,18 @@ def test_all_gradients_from_one_kernel(inputs, monkeypatch):
         assert_close([result], [reference], bound)
 
 
-def test_walks_do_what_tritons_do(inputs, monkeypatch):
+@pytest.mark.parametrize(
+    "walks",
+    [
+        {"transition": 2, "transition_backward": 3, "transition_out": 2},
+        {"transition": 4, "transition_backward": 2, "transition_out": 3},  # three and more: another order
+    ],
+)
+def test_walks_do_what_tritons_do(walks, inputs, monkeypatch):
     """On a GPU bit for bit; here sums have another order."""
     plan = dataclasses.replace(PLAN, gradient_chunks=0)
     use_plans(monkeypatch, lambda *_, **__: plan)
     expected = run(inputs, None, **TRITON)
-    walks = {"transition": 2, "transition_backward": 3, "transition_out": 2}
     tiles = {name: Tile(32, 4, stages, specialized=True) for name, stages in walks.items()} | dict(pre=PREPARE)
     use_plans(monkeypatch, lambda *_, **__: dataclasses.replace(plan, **tiles))
     launches = []

@@ -103,6 +103,8 @@ def test_refusals(capsys):
     assert [main(["tune-kernels", str(DEMO), *more]) for more in wrong] == [2, 2]
     wrong += [["--dim", "0", "--angles", "8"], ["--any-order", "--angles", "8"]]
     assert [main(["tune-kernels", "--heads", "4", *more]) for more in wrong[1:]] == [2, 2, 2]
+    few = ["tune-kernels", "--any-order", "--tokens", "8192", "--heads"]
+    assert [main([*few, *heads]) for heads in (["20"], ["10"])] == [2, 2]
     errors = capsys.readouterr().err.splitlines()
     assert errors[0] == "stateflow: tune-kernels needs a config, or shapes: --heads 20 --tokens 8192"
     assert "leave one out" in errors[1] and errors[2] == "stateflow: unknown argument --what"
@@ -112,4 +114,8 @@ def test_refusals(capsys):
         "stateflow: --dim 64 is for Mamba-3: leave it out, or give --angles",
         "stateflow: --dim 0 must be at least 1",
         "stateflow: --any-order is not for Mamba-3: leave it out, or --angles 8",
+        "stateflow: --any-order changes nothing here: 20 heads are walks enough, up to 13 with V = 128 go through "
+        "segments; leave it out",
+        "stateflow: --any-order changes nothing here: 128 chunks of 64 tokens are too few, 160 is the least; leave it "
+        "out",
     ]

@@ -13,7 +13,7 @@ from stateflow.planning.kernel_tuning import BACKWARDS, CUTS, candidate_tiles, g
 from stateflow_kernels import gated_delta_rule as kernels
 from stateflow_kernels import mamba3_rule, plans
 from stateflow_kernels.gated_delta_rule import Plan, Tile, default_plan
-from stateflow_kernels.plan_table import Environment, Shape, load
+from stateflow_kernels.plan_table import Entry, Environment, Shape, load, save
 from stateflow_kernels.primitives import INTERPRETED
 from tests.kernels.kernel_testing import on_devices
 
@@ -190,6 +190,35 @@ def test_walks_in_segments_have_wide_candidates_and_no_cuts(tmp_path):
     assert entry.plan == replace(default, transition=wide, overlap_backward=True)
     assert load(tmp_path / "t.json").entries == (entry,)
     assert {name for name, _ in bench.timed} == {"transition", "transition_backward"}
+
+
+def test_a_search_in_segments_begins_with_what_runs_without_an_entry(tmp_path, monkeypatch):
+    """With the plan of the exact order, which may be a measured one."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr("stateflow.bench.measure.require_cuda", lambda what: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(plans, "_device_name", lambda device: "nvidia_h200")
+    monkeypatch.setattr(plans, "shared_memory_of", lambda device: 232_448)
+    monkeypatch.setattr(plans.hopper, "available", lambda device: True)
+    monkeypatch.setattr(plans, "SHIPPED", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(plans.VARIABLE, raising=False)
+    begun = []
+    monkeypatch.setattr(kernel_tuning, "tune", lambda shapes, _, default_for, *__, **___: begun.append(
+        [default_for(shape) for shape in shapes]
+    ))  # fmt: skip
+    try:
+        plans.reload()
+        shape = replace(IN_SEGMENTS, segments=1)
+        measured = replace(plans.fallback_plan(gpu, torch.bfloat16, 128, 128), gradient_chunks=32)
+        save(tmp_path / "table.json", plans.environment_of(gpu), [Entry(shape, measured)])
+        plans.reload()
+        kernel_tuning.run([IN_SEGMENTS, shape], tmp_path / "out.json", 1.0)
+        (in_segments, exact), runs = begun[0], plans.choice_for(IN_SEGMENTS, gpu).plan
+    finally:
+        plans.reload()
+    assert in_segments == runs and runs.gradient_chunks == 32 and runs.num_segments == 5
+    assert exact.gradient_chunks != 32  # it has to beat what needs no table
 
 
 def test_what_is_compiled_before_a_search_in_segments(tmp_path):

@@ -1,6 +1,9 @@
 """What is profiled apart, split backwards, stages of tensor parallelism, and plans that bring their stages."""
 
 import dataclasses
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from stateflow.pipeline.policies import POLICIES
 from stateflow.pipeline.schedule import Kind
 from stateflow.pipeline.split import split_model
 from stateflow.planning.plan_file import PlanFile, write_plan
-from stateflow.planning.profile import Point, StageProfile, measure
+from stateflow.planning.profile import REPEATS, Point, StageProfile, measure
 from stateflow.planning.stage_runner import LocalStages, TensorParallelStages
 from stateflow.planning.variants import Variant, variants
 from stateflow.titan.config import make_plan, num_stages, plan_target, policy, weight_lag
@@ -100,6 +103,35 @@ def test_a_stage_to_measure_computes_with_the_runs_working_weights():
         assert {p.dtype for p in parameters} == {torch.float32} and job.compute_dtype == torch.bfloat16
         assert stages._module.output.weight.dtype == torch.bfloat16
         assert all(p.grad is not None for p in parameters)
+
+
+def test_ranks_measure_as_many_rounds_whatever_their_clocks_say(monkeypatch):
+    """Each calls collectives in every round: one round more on one rank would wait for ever."""
+    meeting, figures, local = threading.Barrier(2, timeout=20.0), {}, threading.local()
+    true_clock = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: true_clock() * getattr(local, "speed", 1.0))
+
+    def rank(speed: float) -> int:
+        local.speed, rounds = speed, []
+
+        def agree(mine: list[float]) -> list[float]:
+            rounds.append(mine)
+            figures[speed] = mine
+            meeting.wait()
+            largest = [max(pair) for pair in zip(*figures.values(), strict=True)]
+            meeting.wait()
+            return largest
+
+        module = split_model(cases.make_model(["gdn"], torch.float32), 1)[0]
+        measure(
+            module, torch.device("cpu"), torch.float32, 24, 8, batch=2, dim=12, vocab_size=cases.VOCAB, is_first=True,
+            is_last=True, agree=agree,
+        )  # fmt: skip
+        return len(rounds)
+
+    with ThreadPoolExecutor(2) as ranks:
+        counts = list(ranks.map(rank, (1e-3, 1e4)))
+    assert counts == [REPEATS + 1] * 2
 
 
 @pytest.mark.parametrize("part", [0, 1])

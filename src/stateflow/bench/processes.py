@@ -97,6 +97,8 @@ def _shapes(options, subject: Subject) -> tuple[list[Shape], list[Shape]]:
                 peer_shapes = [shape for shape in peer_shapes if _size(shape, name) in wanted]
     if options.peer_untuned and options.untuned is not None:
         peer_shapes.append(shapes[-1])
+    if options.peers and not peer_shapes:
+        raise ValueError("--peer-heads, --peer-tokens, --peer-dims: they leave the peers none of --shapes")
     missing = [shape for shape in peer_shapes if shape not in shapes]
     if missing:
         raise ValueError(f"the peers' shape {missing[0]} is not among ours: they would have nothing to agree with")

@@ -198,7 +198,7 @@ class Source:
                 raise ValueError(f"{cache.path}: measured on {where}, which is not in the table: say --device")
             stages = "; ".join(map(describe, profiles))
             self.used[flavor] = f"measured on {where}: stages of {stages}"
-            eager = without_graphs(cache, facts)
+            eager = without_graphs(cache, facts, where)
             found = {} if eager is None else {False: Scaled(job, device_named(name), self.limit).use(eager)}
             if facts["cuda_graphs"]:
                 found[True] = Scaled(job, device_named(name), self.limit).use(profiles, eager, recorded=True)

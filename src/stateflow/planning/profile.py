@@ -93,9 +93,9 @@ def measure(
         return torch.cuda.max_memory_allocated(device)
 
     rounds: list[Point] = []
-    warm = 0.0  # when the first round was over
+    warm, spent = 0.0, 0.0  # when the first round was over, and the seconds since then, as the ranks agree
     try:
-        while len(rounds) <= repeats or (len(rounds) <= MOST_REPEATS and now() - warm < ENOUGH_SECONDS):
+        while len(rounds) <= repeats or (len(rounds) <= MOST_REPEATS and spent < ENOUGH_SECONDS):
             targets = [torch.randint(vocab_size, (batch, n), device=device) if is_last else None for n in lengths]
             if start:
                 with torch.no_grad():
@@ -122,7 +122,8 @@ def measure(
                 stage.weight_backward(0, timed)
                 weight = now() - begin
             sizes = (after - before, forward_peak - after, backward_peak - held_before)
-            *times, saved, needed, needed_back = agree([forward, backward, weight, *map(float, sizes)])
+            spent = now() - warm if rounds else 0.0
+            *times, saved, needed, needed_back, spent = agree([forward, backward, weight, *map(float, sizes), spent])
             rounds.append(
                 Point(
                     start, length, times[0], times[1], times[2] if split else None,

@@ -61,12 +61,13 @@ def measured_stages(cache: Cache, facts: dict) -> tuple[dict[Composition, StageP
     return found[device], device
 
 
-def without_graphs(cache: Cache, facts: dict) -> dict[Composition, StageProfile] | None:
-    """The same stages with no layer in a CUDA graph, or None if they were not measured."""
+def without_graphs(cache: Cache, facts: dict, where: str) -> dict[Composition, StageProfile] | None:
+    """Stages measured with no layer in a CUDA graph on ``where`` (see `measured_stages`), or None."""
     try:
-        return measured_stages(cache, {**facts, "cuda_graphs": False})[0]
+        stages, device = measured_stages(cache, {**facts, "cuda_graphs": False})
     except ValueError:
         return None
+    return stages if device == where else None
 
 
 class Scaled(Analytic):
@@ -93,7 +94,7 @@ class Scaled(Analytic):
                 "scaling takes a measured stage with layers and without the head, and one with the head; there is "
                 f"{', '.join(map(describe, profiles)) or 'none'}: run stateflow plan for two or more ranks"
             )
-        self._counted = {which: self._count(which, kinds) for which in profiles}
+        self._counted = {which: self._count(which, kinds) for which in {**profiles, **(memory or {})}}
         self._plain, self._end = max(plain, key=lambda w: len(w[0])), (ends or [None])[0]
         self._wanted = wanted
         self._unseen = set(profiles) - set(memory or ()) if recorded else set()
