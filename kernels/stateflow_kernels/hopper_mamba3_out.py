@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_mamba3_rows import make_rows, num_rounds, unit_of
-from .hopper_mamba3_tiles import barriers, keep, log_two, number_places, numbers, power_of_two, release, starts, tanh
+from .hopper_mamba3_tiles import barriers, keep, log_two, number_places, numbers, power_of_two, release, sigmoid, starts
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk", "num_units"]
 
@@ -132,10 +132,11 @@ def _read(
             y = warpgroup_mma_wait(0, deps=(y,))
             release(rows_empty.index(slot))
             y = warpgroup_mma(scores, x_slots.index(slot), y * from_start, is_async=True)
-            half = 0.5 * z_slots.index(slot).load(acc).to(gl.float32)
-            gate = half * tanh(half) + half  # z sigmoid(z)
+            z = z_slots.index(slot).load(acc).to(gl.float32)
+            gate = z * sigmoid(z)  # not by tanh(z / 2): where gates are closed nothing would be left of its digits
             y = warpgroup_mma_wait(0, deps=(y,))
             y_tile.store((y * gate).to(dtype))
+            fence_async_shared()
             release(loads_empty.index(slot))
             tma.async_copy_shared_to_global(y_desc, [n * C, (first_head + h) * P], y_tile)
             step += 1

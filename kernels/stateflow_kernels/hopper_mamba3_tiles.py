@@ -27,12 +27,6 @@ def log_two(x):
 
 
 @gluon.jit
-def tanh(x):
-    """Off by at most 2^-11 of the value."""
-    return _hardware("tanh.approx.f32 $0, $1;", x)
-
-
-@gluon.jit
 def exponential(x):
     return power_of_two(x * 1.4426950408889634)
 

@@ -286,7 +286,6 @@ def _scan(x, axis: int, combine):
 
 _INSTRUCTIONS = {
     "sin": torch.sin, "cos": torch.cos, "ex2": torch.exp2, "lg2": torch.log2, "rcp": torch.reciprocal,
-    "tanh": torch.tanh,
     "and": lambda x: (x.view(torch.int32) & -(2**16)).view(torch.float32),
     "shl": torch.Tensor.float,
 }  # fmt: skip

@@ -85,6 +85,15 @@ def test_long_sequences(heads):
     compare(run(inputs, None, **TRITON), [x.cpu() for x in run(high, None, backend="chunk")], bounds)
 
 
+def test_closed_gates():
+    """z sigmoid(z) far below zero is small, and right to as many digits as elsewhere."""
+    torch.manual_seed(0)
+    inputs = make(1, 300, 24, 128, 64, 32)
+    with torch.no_grad():
+        inputs[1] -= 7
+    compare(run(inputs, None, **TRITON), run(exact(inputs), None, backend="chunk"), BOUNDS[torch.bfloat16])
+
+
 @pytest.fixture
 def launches(monkeypatch) -> list:
     """Of the one kernel for all gradients."""
