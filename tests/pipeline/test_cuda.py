@@ -64,8 +64,7 @@ def wide_model() -> LanguageModel:
     return model
 
 
-# Where ranks share a GPU: NCCL then aborts the survivor of a pair as soon as the socket between them is closed, and 800
-# steps take too long.
+# Where ranks share a GPU, NCCL aborts a survivor as soon as the socket to the other is closed, and 800 steps take long.
 a_gpu_each = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -190,10 +189,11 @@ def test_a_lost_rank_ends_the_other_over_nccl(tmp_path, signal_name, victim, act
     processes = start("nccl", tmp_path, victim, signal_name, action)
     status, errors, seconds = survive(processes, victim)
     assert status == 1, errors
-    assert f"StateFlow: rank {1 - victim}, {awaited}: no progress for " in errors
+    assert f"StateFlow: rank {1 - victim}, {awaited}: " in errors
     # The step before is through, and the process ends a little before NCCL's own watchdog would abort it.
     assert 0.5 * TIMEOUTS["nccl"] <= seconds <= TIMEOUTS["nccl"] + 5.0
 
 
+@a_gpu_each
 def test_sigterm_tells_the_place_over_nccl(tmp_path):
     check_sigterm(start("nccl", tmp_path, 1, "SIGSTOP", "1F0.1", "sigterm"), 3.0)

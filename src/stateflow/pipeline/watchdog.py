@@ -76,25 +76,37 @@ class Watchdog:
         busy = progress.in_step or progress.marks
         if moved or not busy or progress.changes != self._changes:
             self._changes, self._since, self._reported = progress.changes, now, False
-        elif now - self._since > limit and not self._reported:
-            self._reported = True
-            place = where(progress)
-            report = progress.report(f"no progress for {now - self._since:.1f} s", place)
-            (publish if place.peer is None else self._end)(report)
+        place, asked = _front(progress)
+        waited = now - self._since
+        if asked is not None and now - asked > max(limit, waited):  # NCCL's clock, which counts from there
+            self._report_once(progress, place, f"still not there {now - asked:.1f} s after it was asked for")
+        elif waited > limit:
+            self._report_once(progress, place, f"no progress for {waited:.1f} s")
         return min(MAX_POLL_SECONDS, limit / 20)
+
+    def _report_once(self, progress: Progress, place: Place, why: str) -> None:
+        if not self._reported:
+            self._reported = True
+            (publish if place.peer is None else self._end)(progress.report(why, place))
 
 
 def where(progress: Progress) -> Place:
     """What the device has to do next, or if that is nothing, where the host is."""
+    return _front(progress)[0]
+
+
+def _front(progress: Progress) -> tuple[Place, float | None]:
+    """`where`, and if the device waits for a peer there since when it was to."""
     with suppress(IndexError):
-        return progress.marks[0][0]
-    return progress.place
+        mark = progress.marks[0]
+        return mark.place, None if mark.place.peer is None else mark.time
+    return progress.place, None
 
 
 def _drop_marks_that_are_done(progress: Progress) -> bool:
     dropped = False
     with suppress(RuntimeError):  # an error of the device, which the main thread meets by itself
-        while progress.marks and progress.marks[0][1].query():
+        while progress.marks and progress.marks[0].event.query():
             progress.marks.popleft()
             dropped = True
     return dropped
