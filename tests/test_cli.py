@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -75,17 +76,30 @@ def test_a_wrong_override_is_one_line_without_a_box(overrides, message, capsys):
     ("old", "new", "message"),
     [
         ("[job]", "[job", "{}: no TOML: Expected ']' at the end of a table declaration (at line "),
-        ("lr = 2e-3", 'lr = "fast"', "[optimizer] lr = 'fast' is of type str, it must be float"),
+        ("lr = 2e-3", 'lr = "fast"', "[optimizer] lr = 'fast' must be a number"),
+        ("lr = 2e-3", "lr = true", "[optimizer] lr = True must be a number"),
+        ("[job]", "compile = true\n[job]", "compile = True must be a table: write [compile], and its keys below"),
+        ("interval = 20", "exclude_from_loading = 'data'", "[checkpoint] exclude_from_loading = 'data' must be a list"),
+        ('mode = "none"', 'mode = "Full"', "[activation_checkpoint] mode = 'Full' must be one of 'selective', 'full',"),
+        ("steps = 8", "steps = 0", "validation steps must be positive or -1"),
         ("steps = 40", 'steps = "many"', "[training] steps = 'many' must be a whole number"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path, old, new, message, capsys, recwarn):
+    warnings.simplefilter("ignore")  # as PYTHONWARNINGS does: no refusal may come from a warning
     config = tmp_path / "train.toml"
     config.write_text(DEMO.read_text().replace(old, new))
     assert main(["train", str(config)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"stateflow: {message.format(config)}") and error.count("\n") == 1
     assert not recwarn.list
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path, capsys):
+    config = tmp_path / "train.toml"
+    config.write_text(DEMO.read_text(), encoding="utf-16")
+    assert main(["train", str(config)]) == 2
+    assert capsys.readouterr().err.startswith(f"stateflow: {config}: no TOML: 'utf-8' codec can't decode")
 
 
 def test_a_whole_number_for_a_fraction_is_fine(tmp_path):
