@@ -108,6 +108,29 @@ def test_a_whole_number_for_a_fraction_is_fine(tmp_path):
     assert parse_config(["--job.config_file", str(config)]).optimizer.lr == 1
 
 
+def test_one_run_at_a_time_saves_into_a_folder(tmp_path, monkeypatch, capsys):
+    """Else files of both would be in one checkpoint, which loads without a complaint."""
+    inner = []
+
+    def run(*args, **kwargs):  # in place of torchrun: a second run while the first one has not ended
+        if not inner:
+            inner.append(None)
+            inner[0] = main(["train", str(DEMO), f"--job.dump_folder={tmp_path}/new"])
+        return 1
+
+    monkeypatch.setattr(cli, "torchrun", run)
+    assert main(["train", str(DEMO), f"--job.dump_folder={tmp_path}/new"]) == 1  # as `run` says
+    assert inner == [2] and f"another stateflow train saves into {tmp_path}/new/checkpoint" in capsys.readouterr().err
+    assert main(["train", str(DEMO), f"--job.dump_folder={tmp_path}/new"]) == 1, "the lock is gone"
+    assert not (tmp_path / "new" / "checkpoint").exists(), "it would make torchtitan ignore initial_load_path"
+
+
+def test_a_folder_that_cannot_be(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["train", str(DEMO), f"--job.dump_folder={tmp_path}/file"]) == 2
+    assert "dump_folder = " in capsys.readouterr().err
+
+
 def test_too_few_processes_or_steps(capsys):
     assert main(["verify", str(DEMO), "--steps", "0"]) == 2
     assert main(["train", str(DEMO), "--nproc", "0"]) == 2

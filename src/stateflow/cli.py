@@ -30,7 +30,7 @@ from typing import Any
 
 from stateflow import commands as more_commands
 from stateflow.faults import FAULTS
-from stateflow.launch import REPORTS, run_to_its_end
+from stateflow.launch import REPORTS, only_one, run_to_its_end
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 
@@ -269,12 +269,35 @@ def _train(options, config, titan_args: Sequence[str], overrides: Sequence[str])
     # What every rank would find out, each with a traceback: now that their number is known.
     check_resume(config, nproc)
     open_local(config)
-    status = torchrun(nproc, "torchtitan.train", titan_args, log_rank=loss_rank(config, nproc))
+    with _alone_in_its_folder(config):
+        status = torchrun(nproc, "torchtitan.train", titan_args, log_rank=loss_rank(config, nproc))
     if status == 0:
         from stateflow.titan.report import summarize
 
         print(summarize(config.job.dump_folder, config, nproc, overrides, options.nproc))
     return status
+
+
+@contextlib.contextmanager
+def _alone_in_its_folder(config) -> Iterator[None]:
+    """Two runs that save into one folder would mix their weights in one checkpoint."""
+    if not config.checkpoint.enable:
+        yield
+        return
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    # Beside the folder: one that exists makes torchtitan ignore initial_load_path.
+    lock = only_one(folder.with_name(f"{folder.name}.lock"))
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except BlockingIOError:
+            raise ValueError(
+                f"another stateflow train saves into {folder}: wait for its end, or give this run another [job] "
+                "dump_folder or [checkpoint] folder"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"[job] dump_folder = {config.job.dump_folder!r} cannot be written: {error}") from None
+        yield
 
 
 def _doctor(options, unknown: Sequence[str]) -> int:

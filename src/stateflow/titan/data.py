@@ -272,6 +272,15 @@ def resolve_dataset(name: str, path: str | None = None) -> tuple[str, str | None
     return _register(name, source, loader), None
 
 
+def size_of_files(name: str, path: str | None = None) -> str | None:
+    """How many local files a dataset is and their size, to notice that they have changed; None for other data."""
+    loader = DATASETS[resolve_dataset(name, path)[0].lower()].loader
+    if not (isinstance(loader, partial) and loader.func is _load_files):
+        return None
+    files = loader.keywords["files"]
+    return f"{len(files)} of {sum(file.stat().st_size for file in files):,} bytes"
+
+
 def open_local(job_config: JobConfig) -> None:
     """Opens the run's own local files once, before there are ranks, which find them in the cache then.
 
