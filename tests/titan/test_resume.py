@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -174,6 +175,17 @@ def test_initial_load_path(folder, tmp_path):
     with pytest.raises(ValueError, match="initial_load_path = 'no/such' is no folder"):
         parse(new, "--checkpoint.initial_load_path=no/such")
     assert not new.exists(), "a folder would make torchtitan ignore initial_load_path"
+
+
+def test_a_save_over_an_older_checkpoint_begins_by_making_that_incomplete(folder):
+    """A run from an earlier step that dies while it saves would leave files of both runs, which load together."""
+    manager = SimpleNamespace(
+        states={"train_state": SimpleNamespace(job_config=harness.parse([]))}, last_save_model_only=False,
+        _should_save=lambda *args: True, _create_checkpoint_id=lambda step: f"{folder}/checkpoint/step-{step}",
+    )  # fmt: skip
+    resume._write_record(manager, 20, last_step=False)
+    assert resume._latest_step(folder / "checkpoint") == 10
+    assert (folder / "checkpoint" / "step-20" / resume.FILE).is_file()
 
 
 def test_a_damaged_record_says_so(folder):

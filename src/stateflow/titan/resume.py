@@ -20,6 +20,7 @@ from typing import Any
 FILE = "stateflow.json"
 _MODEL_NAME = "stateflow"
 _DATALOADER = "dataloader"
+_COMPLETE = (".metadata", "model.safetensors.index.json")  # written last; one of them makes a folder a checkpoint
 # Part of a checkpoint -> the keys of [optimizer] that it brings along, whatever the config says.
 _OPTIMIZER_KEYS = {"lr_scheduler": ("lr",), "optimizer": ("name", "beta1", "beta2", "eps", "weight_decay")}
 
@@ -133,7 +134,10 @@ def _write_record(manager, step: int, last_step: bool) -> None:
         return
     dp_degree = getattr(manager.states.get(_DATALOADER), "dp_world_size", 1)
     record = describe_run(job_config, dp_degree, model_only=last_step and manager.last_save_model_only)
-    write(manager._create_checkpoint_id(step), record)
+    folder = Path(manager._create_checkpoint_id(step))
+    for name in _COMPLETE:  # of an earlier run: with these, a save that is cut short would pass as a mix of both
+        (folder / name).unlink(missing_ok=True)
+    write(folder, record)
 
 
 # --------------------------------------------------------------------------------------- checking
@@ -177,11 +181,10 @@ def check_resume(job_config, world_size: int | None = None) -> None:
 
 def _latest_step(folder: Path) -> int | None:
     """The newest complete checkpoint, as torchtitan finds it."""
-    complete = (".metadata", "model.safetensors.index.json")
     steps = [
         int(match[1])
         for path in folder.iterdir()
-        if (match := re.search(r"step-(\d+)", path.name)) and any((path / name).is_file() for name in complete)
+        if (match := re.search(r"step-(\d+)", path.name)) and any((path / name).is_file() for name in _COMPLETE)
     ]
     return max(steps, default=None)
 
