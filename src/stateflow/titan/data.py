@@ -325,10 +325,15 @@ class TextDataset(HuggingFaceTextDataset):
     def _packed_windows(self):
         yield from self._stream.windows()  # of a row in the midst of which a checkpoint was taken
         while True:
+            # Of what is left of an epoch after a resume nothing is said.
+            empty = self._sample_idx == 0
             for row in self._get_data_iter():
                 self._sample_idx += 1
                 self._stream.add(row, self._sample_idx)
+                empty = empty and not row[packed.TOKENS]
                 yield from self._stream.windows()
+            if empty:  # else a rank would read it again and again, and the others wait
+                raise ValueError(f"dataset {self.dataset_name!r} has no tokens{self._stream.share}: all rows are empty")
             packed.report_end(self.dataset_name, self.infinite)
             if not self.infinite:
                 return
