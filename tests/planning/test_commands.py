@@ -227,6 +227,7 @@ def test_a_timeline_of_a_config(capsys):
         (["simulate", DEMO, "--policy", "2f2b"], "--policy 2f2b: unknown; there are 1f1b"),
         (["simulate", DEMO, "--num-chunks", "3000"], "num_chunks 3000 is more than the 2048 tokens"),
         (["simulate", DEMO, "--cost-file", "no.json"], "--cost-file no.json:"),
+        (["simulate", DEMO, "--memory", "nan"], "--memory nan: must be above 0 GiB"),
     ],
 )
 def test_wrong_calls_are_one_line(arguments, message, capsys):
