@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from stateflow import cli
 from stateflow.cli import main, parse_config, world_size
+from stateflow.launch import only_one
 from stateflow.model import LanguageModel
 
 DEMO = Path(__file__).parents[1] / "titan_configs" / "demo.toml"
@@ -173,6 +175,15 @@ def test_the_loss_is_logged_where_the_last_stage_is():
     assert rank("--stateflow.policy=v_shape") == 0
     assert rank("--parallelism.pipeline_parallel_schedule=ZBVZeroBubble") == 2  # not in use
     assert rank("--parallelism.pipeline_parallel_degree=1") == 0
+
+
+def test_a_file_system_without_locks_has_none(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with only_one(tmp_path / "a.lock"), only_one(tmp_path / "a.lock"):
+        assert (tmp_path / "a.lock").exists()
 
 
 def test_what_hidden_ranks_report_is_shown_at_the_end(monkeypatch, capsys):
