@@ -175,6 +175,23 @@ def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_launch(tmp_
     assert "was written with a data-parallel degree of 1, this run has 2" in error and error.count("\n") == 1
 
 
+def test_only_training_minds_what_a_run_of_the_config_has_left(tmp_path, no_launch, capsys):
+    """torchtitan's last checkpoint holds the model alone, so after every finished run all would be refused."""
+    from stateflow.titan import resume
+
+    checkpoint = tmp_path / "checkpoint" / "step-2"
+    config = parse_config(["--job.config_file", str(DEMO)])
+    resume.write(checkpoint, resume.describe_run(config, 1, model_only=True))
+    (checkpoint / ".metadata").write_bytes(b"")
+    folder = f"--job.dump_folder={tmp_path}"
+    assert main(["train", str(DEMO), folder]) == 2
+    assert "holds the model alone" in capsys.readouterr().err
+    assert main(["doctor", str(DEMO), folder]) == 1  # which says what a launch would meet
+    assert "holds the model alone" in capsys.readouterr().out
+    for command in (["simulate"], ["schedule"], ["plan", "--analytic"], ["predict", "--ranks", "2"]):
+        assert main([*command[:1], str(DEMO), *command[1:], folder]) == 0, command
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [("", "is empty; put text into it"), ('{"a": "x", "b": "y"}\n', 'has no column "text" and 2 other columns')],

@@ -20,7 +20,7 @@ from stateflow.commands.plan_verify import (
     to_verify,
     verify,
 )
-from stateflow.planning.devices import DEVICES, GIB, Device, device_named
+from stateflow.planning.devices import DEVICES, GIB, Device, device_named, gib_text
 
 SHOWN = 8  # candidates printed and kept in the plan file
 # Shares of --time-budget after which measuring and searching end, so that something is left to verify by.
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
     budget = Budget(options.time_budget)
     entry = device_entry(device, job.num_ranks * job.tensor_parallel)
     limit = entry.usable_fraction * entry.memory if options.memory is None else options.memory * GIB
-    print(f"{job.describe()}\nprofiling on {entry.name}, at most {limit / GIB:.1f} GiB a rank, cache {cache.path}")
+    print(f"{job.describe()}\nprofiling on {entry.name}, at most {gib_text(limit)} GiB a rank, cache {cache.path}")
 
     chosen_variants, left_out = searched_variants(options, scenario)
     for line in left_out:
