@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from stateflow.model import LanguageModel
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,7 +22,7 @@ def code_blocks(path: Path, language: str) -> list[str]:
 
 @pytest.mark.processes
 def test_the_bare_torch_example_trains(tmp_path):
-    program, _ = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
+    program, *_ = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
     script = tmp_path / "bare.py"
     script.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
@@ -29,7 +33,7 @@ def test_the_bare_torch_example_trains(tmp_path):
 
 
 def test_the_example_of_one_layer_gives_what_the_whole_sequence_does(capsys):
-    _, program = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
+    _, program, _ = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
     found = {}
     exec(program, found)
     assert found["first_tokens"][:, 64:].any() and found["layer"].q_proj.weight.grad.any()
@@ -37,11 +41,41 @@ def test_the_example_of_one_layer_gives_what_the_whole_sequence_does(capsys):
     assert float(difference) < 1e-6
 
 
+def test_the_example_of_a_checkpoint_reads_it(tmp_path, monkeypatch, capsys):
+    import torch.distributed.checkpoint as dcp
+
+    from stateflow.titan.flavors import FLAVORS
+    from stateflow.titan.resume import describe_model, write
+
+    folder = tmp_path / "outputs/make_demo/checkpoint/step-40"
+    saved = LanguageModel(FLAVORS["demo"])
+    saved.init_weights()
+    dcp.save(saved.state_dict(), checkpoint_id=folder)
+    write(folder, {"model": describe_model(FLAVORS["demo"])})
+    *_, program = code_blocks(ROOT / "docs" / "bare_torch.md", "python")
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    exec(program, found)
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(found["model"].state_dict()[name], weight), name
+    assert float(re.findall(r"loss (\S+) nats", capsys.readouterr().out)[0]) == pytest.approx(math.log(258), rel=0.05)
+
+
 def test_a_fault_is_in_the_table_once_and_every_fault_is():
     from stateflow.faults import FAULTS
 
     text = (ROOT / "docs" / "exactness.md").read_text().partition("## Planted faults")[2].partition("\n\nThe tests")[0]
     assert sorted(re.findall(r"^\| `(.+?)` \|", text, flags=re.MULTILINE)) == sorted(FAULTS)
+
+
+def test_every_key_of_the_config_is_documented():
+    from stateflow.titan.config import ModelOverrides, StateFlow
+
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    table = text.partition("## `[stateflow]`")[2].partition("\n\nOn the command line")[0]
+    rows = dict(re.findall(r"^\| `(.+?)` \| .+? \| (.+) \|$", table, flags=re.MULTILINE))
+    assert set(rows) == {*StateFlow.__annotations__} - {"model"} | {"model.*"}
+    assert set(re.findall(r"`(\w+)[ `]", rows["model.*"])) == set(ModelOverrides.__annotations__)
 
 
 def test_the_demo_empties_no_folder_but_its_own():
