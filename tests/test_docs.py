@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
@@ -99,6 +100,27 @@ def test_the_timelines_are_those_of_the_policies():
         assert picture.rstrip() == timeline(build_schedule(policy, *(n and int(n) for n in sizes))), first
         shown.add(policy)
     assert shown == set(POLICIES)
+
+
+def test_the_picture_of_a_step_is_what_is_simulated_today(capsys):
+    """Costs are counted, and the shares of the devices change with what is measured."""
+    from stateflow.cli import main
+
+    text = (ROOT / "docs" / "planning.md").read_text()
+    config, options = re.search(r"`stateflow draw (\S+) (.*?)\s--out docs/pictures/step.svg`", text, re.DOTALL).groups()
+    assert main(["simulate", str(ROOT / config), *options.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    picture = (ROOT / "docs/pictures/step.svg").read_text()
+    assert f"step {found['step_time']:.4g} s, idle {found['bubble']:.1%}" in picture
+
+
+@pytest.mark.parametrize(("ranks", "pattern"), [(8, "1 of 4"), (4, "1 of 4")])
+def test_the_study_of_balance_is_of_todays_costs(ranks, pattern):
+    from studies import balance
+
+    results = balance.study(pattern, 128, balance.Sizes(num_ranks=ranks))
+    row = balance.markdown_table(results).splitlines()[-1]
+    assert row in (ROOT / "docs" / "balance.md").read_text().splitlines()
 
 
 def test_no_file_is_longer_than_a_reader_can_hold():

@@ -267,8 +267,10 @@ def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) ->
 
 
 def _processes(options, config) -> int:
-    """How many to start.  ValueError where the config's degrees or kernels cannot be had on this machine."""
+    """How many to start.  ValueError where the config's degrees, kernels or size cannot be had on this machine."""
     import torch
+
+    from stateflow.titan.cpu_host import refuse_large
 
     needed = world_size(config)
     nproc = options.nproc or needed
@@ -277,6 +279,7 @@ def _processes(options, config) -> int:
     interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
     if config.stateflow.kernels == "triton" and not torch.cuda.is_available() and not interpreted:
         raise ValueError('[stateflow] kernels = "triton" needs a GPU, and there is none here; set it to "auto"')
+    refuse_large(config)
     return nproc
 
 
@@ -389,18 +392,9 @@ def _tune(options, config) -> int:
 
 
 def _bench_pipeline(options, config, titan_args: Sequence[str]) -> int:
-    import torch
-
-    from stateflow.model import count_parameters
     from stateflow.titan.bench import make_rows, run
-    from stateflow.titan.flavors import resolve_model
 
-    training, parameters = config.training, count_parameters(resolve_model(config))
-    if parameters > 1e8 and not torch.cuda.is_available():
-        raise ValueError(
-            f"{config.model.flavor} has {parameters / 1e9:.1f} billion parameters and there is no GPU here; on a CPU "
-            "take a small one, e.g. titan_configs/demo.toml"
-        )
+    training, nproc = config.training, _processes(options, config)
     rows = make_rows(
         options.tokens or [training.seq_len],
         options.microbatches or [training.local_batch_size],
@@ -412,7 +406,7 @@ def _bench_pipeline(options, config, titan_args: Sequence[str]) -> int:
     return run(
         titan_args,
         rows,
-        nproc=_processes(options, config),
+        nproc=nproc,
         stages=config.parallelism.pipeline_parallel_degree,
         steps=options.steps,
         warmup=options.warmup,

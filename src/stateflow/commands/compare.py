@@ -133,7 +133,9 @@ def _check_machine(scenario: Scenario) -> None:
     import torch
 
     from stateflow.cli import world_size
+    from stateflow.titan.cpu_host import refuse_large
 
+    refuse_large(scenario.job_config)
     needed, gpu = world_size(scenario.job_config), torch.cuda.is_available()
     here = torch.cuda.device_count() if gpu else os.cpu_count() or 1
     if needed > here:

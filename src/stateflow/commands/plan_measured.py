@@ -116,9 +116,12 @@ def refuse(options: argparse.Namespace, scenario: Scenario) -> None:
     """Raises ValueError, with the least change, where nothing can be measured here or a plan could not be used."""
     import torch
 
+    from stateflow.titan.cpu_host import refuse_large
+
     job = scenario.job
     if options.device is not None:
         raise ValueError(f"--device {options.device} is for --analytic; a measured plan is for the device at hand")
+    refuse_large(scenario.job_config)
     here = torch.cuda.device_count() if torch.cuda.is_available() else None
     if here is not None and here < job.tensor_parallel:
         raise ValueError(
