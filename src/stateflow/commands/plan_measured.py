@@ -86,8 +86,8 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
         print("nothing fits: more ranks, recomputation or FSDP would help; no plan is written")
         return 1
     whole = next((c for c in candidates if c.plan.num_chunks == 1), None)
-    if whole is not None:
-        print(f"{describe(whole)}  (whole sequences)")
+    if whole is not None and whole not in candidates[:SHOWN]:
+        print(describe(whole))
 
     chosen_few = to_verify(fitting, whole, options.verify)
     cells = []
