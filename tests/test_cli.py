@@ -14,6 +14,7 @@ import torch
 from stateflow import cli
 from stateflow.cli import main, parse_config, world_size
 from stateflow.model import LanguageModel
+from stateflow.preflight import check_config
 
 DEMO = Path(__file__).parents[1] / "titan_configs" / "demo.toml"
 
@@ -210,8 +211,8 @@ def test_only_training_minds_what_a_run_of_the_config_has_left(tmp_path, no_laun
     folder = f"--job.dump_folder={tmp_path}"
     assert main(["train", str(DEMO), folder]) == 2
     assert "holds the model alone" in capsys.readouterr().err
-    assert main(["doctor", str(DEMO), folder]) == 1  # which says what a launch would meet
-    assert "holds the model alone" in capsys.readouterr().out
+    (finding,) = check_config(DEMO, [folder])  # of the doctor, who says what a launch would meet
+    assert finding.fatal and "holds the model alone" in str(finding)
     assert main(["simulate", str(DEMO), folder]) == main(["schedule", str(DEMO), folder]) == 0
     few = ["--ranks", "2", "--tokens", "2048", "--microbatches", "2", "--num-chunks", "2", "--skew", "0"]
     assert main(["predict", str(DEMO), *few, folder]) == 0
