@@ -152,6 +152,21 @@ def test_what_hidden_ranks_report_is_shown_at_the_end(monkeypatch, capsys):
     assert capsys.readouterr().err == "report of 0\nreport of 2\n"
 
 
+def test_of_ranks_without_a_report_is_shown_where_they_were(monkeypatch, capsys):
+    def run(command, env):
+        for name in ("0.txt", "0.last", "1.last", "2.last"):
+            (Path(env[cli.REPORTS]) / f"rank_{name}").write_text(f"{name}\n")
+        return status
+
+    monkeypatch.setattr(cli, "run_to_its_end", run)
+    status = 1
+    assert cli.torchrun(3, "torchtitan.train", [], log_rank=1) == 1
+    assert capsys.readouterr().err == "0.txt\n1.last\n2.last\n"
+    status = 0
+    assert cli.torchrun(3, "torchtitan.train", [], log_rank=0) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("command", [["train"], ["verify"], ["simulate"], ["plan", "--analytic"]])
 def test_a_model_that_is_not_ours_is_one_line(tmp_path, command, capsys):
     config = tmp_path / "train.toml"

@@ -250,7 +250,7 @@ def world_size(config) -> int:
 def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) -> int:
     """Runs ``module`` in ``nproc`` processes of this machine, shows the log of one, and returns the exit status.
 
-    What the others had to report when a peer was gone is shown at the end.
+    What the others had to report when a peer was gone is shown at the end, or where they were last seen.
     """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
@@ -260,8 +260,11 @@ def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) ->
     env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "LOG_RANK": str(log_rank), **os.environ}
     with tempfile.TemporaryDirectory() as reports:
         status = run_to_its_end(command, env={**env, REPORTS: reports})
-        for path in sorted(Path(reports).iterdir()):
+        for path in sorted(Path(reports).glob("*.txt")):
             if path.name != f"rank_{log_rank}.txt":
+                print(path.read_text(), end="", file=sys.stderr)
+        for path in sorted(Path(reports).glob("*.last")) if status else ():
+            if not path.with_suffix(".txt").exists():
                 print(path.read_text(), end="", file=sys.stderr)
     return status
 
@@ -271,11 +274,17 @@ def _processes(options, config) -> int:
     import torch
 
     from stateflow.titan.cpu_host import refuse_large
+    from stateflow.titan.shared_gpus import VARIABLE, devices_missing
 
     needed = world_size(config)
     nproc = options.nproc or needed
     if nproc % needed:
         raise ValueError(f"--nproc {nproc}: the config's parallel degrees need {needed} processes, or a multiple")
+    if torch.cuda.is_available() and (missing := devices_missing(nproc)):
+        raise ValueError(
+            f"{missing}; lower the degrees in [parallelism], start torchrun on several machines, take the CPU with "
+            f"CUDA_VISIBLE_DEVICES= in front, or try it out with {VARIABLE}=1, where ranks take turns on a GPU"
+        )
     interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
     if config.stateflow.kernels == "triton" and not torch.cuda.is_available() and not interpreted:
         raise ValueError('[stateflow] kernels = "triton" needs a GPU, and there is none here; set it to "auto"')

@@ -187,3 +187,35 @@ def test_other_errors_get_a_note_of_the_place_and_peers_errors_a_report(tmp_path
         raise RuntimeError("closed")
     assert str(caught.value) in capsys.readouterr().err
     assert (tmp_path / "rank_3.txt").read_text() == f"{caught.value}\n"
+
+
+def test_a_process_that_ends_abruptly_leaves_its_place(tmp_path, monkeypatch):
+    """Where the device is, as long as a step lasts; nothing where an error tells."""
+    monkeypatch.setenv(watchdog.publish.__globals__["REPORTS"], str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    path = tmp_path / "rank_3.last"
+    rank = Asynchronous(timeout=0.2)
+    rank.watchdog.start()
+
+    def soon(condition) -> bool:
+        end = time.monotonic() + LIMIT
+        while not (held := condition()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return held
+
+    def place() -> str:
+        return path.read_text() if path.exists() else ""
+
+    what = "StateFlow: rank 0, stage 0, backward of microbatch 0, chunk {0} (0B0.{0}), waits for the gradient of "
+    ended = ": its process ended without a word; last seen here\n"
+    assert soon(lambda: place().startswith(what.format(0)) and place().endswith(ended))
+    for mark in list(rank.progress.marks)[:2]:
+        mark[1].done = True
+    assert soon(lambda: place().startswith(what.format(1)))
+    for mark in list(rank.progress.marks):
+        mark[1].done = True
+    assert soon(lambda: not path.exists())
+    with pytest.raises(ZeroDivisionError), rank.progress.step():
+        assert soon(path.exists)
+        raise ZeroDivisionError
+    assert soon(lambda: not path.exists())

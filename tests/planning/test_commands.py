@@ -197,7 +197,7 @@ def test_rows_that_cannot_be_measured(capsys, monkeypatch):
     assert "failed: RuntimeError: broken" in text and "CPU: " in text
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert main(call) == 2
-    assert "--measure: the run needs 2 cores, here are 1; give --ranks" in capsys.readouterr().err
+    assert "--measure: the run needs 2 cores, here is 1; give --ranks" in capsys.readouterr().err
 
 
 def test_pictures_of_a_comparison(capsys, tmp_path):

@@ -94,6 +94,7 @@ class Progress:
         try:
             yield
         except Exception as error:
+            leave_word(None)  # the error tells
             if not isinstance(error, PeerError):
                 error.add_note(self.report("failed"))
             raise
@@ -158,7 +159,18 @@ def publish(report: str) -> None:
     """Prints a report to stderr, and appends it to a file of this process where ``REPORTS`` asks for that."""
     with suppress(OSError, ValueError):  # whatever else fails, a closed stream is no reason to go on
         print(report, file=sys.stderr, flush=True)
-    if REPORTS in os.environ:
-        name = f"rank_{os.environ.get('RANK', os.getpid())}.txt"
-        with suppress(OSError), (Path(os.environ[REPORTS]) / name).open("a") as stream:
+    if path := _own_file(".txt"):
+        with suppress(OSError), path.open("a") as stream:
             stream.write(report + "\n")
+
+
+def leave_word(report: str | None) -> None:
+    """What the launcher prints if this process ends without a report of its own, say by SIGKILL; None takes it back."""
+    if path := _own_file(".last"):
+        with suppress(OSError):
+            path.unlink(missing_ok=True) if report is None else path.write_text(report + "\n")
+
+
+def _own_file(suffix: str) -> Path | None:
+    folder = os.environ.get(REPORTS)
+    return Path(folder) / f"rank_{os.environ.get('RANK', os.getpid())}{suffix}" if folder else None

@@ -5,6 +5,9 @@ only tells the stream to wait: the host runs ahead and nothing raises, until NCC
 a message that names no action.  Events behind each message and each action (``Progress.marks``) tell the ``Watchdog``
 how far the device has come; it looks at them now and then from a thread of its own, so units wait for nothing.
 
+A process may end before that: killed, or aborted by NCCL, which between hosts sees at once that a peer is gone.  What
+the watchdog saw last is then in a file for the launcher.
+
 The timeout is that of the pipeline's process group at the moment, hence torchtitan's ``comm.init_timeout_seconds`` up
 to the end of the first step and ``comm.train_timeout_seconds`` from then on.
 """
@@ -23,7 +26,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from stateflow.pipeline.progress import PeerError, Place, Progress, publish
+from stateflow.pipeline.progress import PeerError, Place, Progress, leave_word, publish
 
 EARLY = 0.9  # of NCCL's timeout: its own watchdog ends the process after all of it
 LATE = 1.1  # of gloo's: its operations raise after all of it
@@ -56,6 +59,10 @@ class Watchdog:
             torch.cuda.set_device(self._device)  # else the first query would open a context on device 0
         while (progress := self._progress()) is not None:
             poll = self.look(progress, time.monotonic())
+            if progress.in_step or progress.marks:
+                leave_word(progress.report("its process ended without a word; last seen here", where(progress)))
+            else:
+                leave_word(None)
             del progress  # its owner may go in the meantime
             time.sleep(poll)
 
