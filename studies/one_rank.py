@@ -31,6 +31,7 @@ from stateflow.planning.job import Job
 from stateflow.planning.profile import Cache
 from stateflow.planning.scaling import Scaled, measured_stages, without_graphs
 from stateflow.titan.config import make_plan
+from stateflow.titan.cpu_host import refuse_large
 from stateflow.titan.planning import job_of, stage_module
 
 
@@ -109,7 +110,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--cache", type=Path)
     options, keys = parser.parse_known_args(arguments)
-    config = read_config(options.config, keys, options.ranks)
+    try:
+        config = read_config(options.config, keys, options.ranks)
+        refuse_large(config)
+    except ValueError as error:
+        parser.error(str(error))
     job, plan = job_of(config), make_plan(config)
     if job.stages_per_rank != 1 or job.tensor_parallel != 1 or not 0 <= options.rank < job.num_ranks:
         parser.error(f"one stage a rank, no tensor parallelism, and a rank below {job.num_ranks}")

@@ -15,6 +15,8 @@ from tests.recurrence.op_testing import documents
 
 from stateflow_kernels import hopper
 
+if not torch.cuda.is_available():
+    sys.exit("studies/repeated_launches.py runs kernels on a GPU and there is none here")
 REPEATS = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
 # How many of the last arguments each launch writes.
 OUTPUTS = {"transition": 3, "transition_backward": 3, "gradients": 5}

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torchtitan.config import ConfigManager
 from torchtitan.tools.utils import get_peak_flops
 
-import stateflow.titan  # noqa: F401
+from stateflow.bench.measure import end_without_cuda
 from stateflow.chunks import ChunkPlan
+from stateflow.commands import read_config
 from stateflow.model import flops_per_token
 from stateflow.pipeline.stage import ChunkStage
 from stateflow.titan.planning import job_of, stage_module
@@ -86,9 +86,11 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 16384, 8192, 4096])
     parser.add_argument("--names", type=int, default=0)
     options, keys = parser.parse_known_args()
-    config = ConfigManager().parse_args(
-        [f"--job.config_file={options.config}", f"--stateflow.model.num_layers={2 * options.layers}", *keys]
-    )
+    end_without_cuda(parser)
+    try:
+        config = read_config(options.config, [f"--stateflow.model.num_layers={2 * options.layers}", *keys])
+    except ValueError as error:
+        parser.error(str(error))
     job = job_of(config)
     part = [f"layers.{i}" for i in range(options.layers)]
     module = stage_module(config, job, part, torch.device("cuda"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import subprocess
 import sys
@@ -10,11 +11,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from stateflow import cli
 from stateflow.cli import main, parse_config, world_size
 from stateflow.launch import only_one
 from stateflow.model import LanguageModel
+from stateflow.preflight import check_config
 
 DEMO = Path(__file__).parents[1] / "titan_configs" / "demo.toml"
 
@@ -236,6 +239,46 @@ def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_launch(tmp_
     assert main(["train", str(DEMO), f"--job.dump_folder={tmp_path}", "--nproc", "4"]) == 2
     error = capsys.readouterr().err
     assert "was written with a data-parallel degree of 1, this run has 2" in error and error.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is measured")
+@pytest.mark.parametrize("command", ["train", "verify", "bench pipeline", "plan", "compare --measure"])
+def test_a_model_of_billions_is_not_started_on_a_cpu(command, no_launch, capsys):
+    words = command.split()
+    where = 2 if words[0] == "bench" else 1
+    config = str(DEMO.parent / "gdn_3b_2gpu.toml")
+    assert main([*words[:where], config, *words[where:]]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("stateflow: gdn_3b has 3.0 billion parameters and there is no GPU here; on a CPU")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there they measure")
+@pytest.mark.parametrize(
+    "name", ["bench.attention", "bench.elementwise", "planning.kernel_launches", "planning.mamba3_launches"]
+)
+def test_programs_that_measure_a_gpu_say_that_there_is_none(name, monkeypatch, capsys):
+    monkeypatch.setattr("stateflow_kernels.primitives.INTERPRETED", False)
+    with pytest.raises(SystemExit) as leaving:
+        importlib.import_module(f"stateflow.{name}").main([])
+    assert leaving.value.code == 2 and "a GPU" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_only_training_minds_what_a_run_of_the_config_has_left(tmp_path, no_launch, capsys):
+    """torchtitan's last checkpoint holds the model alone, so after every finished run all would be refused."""
+    from stateflow.titan import resume
+
+    checkpoint = tmp_path / "checkpoint" / "step-2"
+    config = parse_config(["--job.config_file", str(DEMO)])
+    resume.write(checkpoint, resume.describe_run(config, 1, model_only=True))
+    (checkpoint / ".metadata").write_bytes(b"")
+    folder = f"--job.dump_folder={tmp_path}"
+    assert main(["train", str(DEMO), folder]) == 2
+    assert "holds the model alone" in capsys.readouterr().err
+    (finding,) = check_config(DEMO, [folder])  # of the doctor, who says what a launch would meet
+    assert finding.fatal and "holds the model alone" in str(finding)
+    assert main(["simulate", str(DEMO), folder]) == main(["schedule", str(DEMO), folder]) == 0
+    few = ["--ranks", "2", "--tokens", "2048", "--microbatches", "2", "--num-chunks", "2", "--skew", "0"]
+    assert main(["predict", str(DEMO), *few, folder]) == 0
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from stateflow import commands as more_commands
 from stateflow.faults import FAULTS
 from stateflow.launch import REPORTS, only_one, run_to_its_end
 
+OVERRIDES = "Further options are torchtitan overrides such as --training.steps 10 or --stateflow.num-chunks 8."
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 
 
@@ -39,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="stateflow",
         description="Train linear-recurrent and hybrid language models by pipelining chunks of a sequence.",
-        epilog="Further options are torchtitan overrides such as --training.steps 10 or --stateflow.num-chunks 8.",
+        epilog=OVERRIDES,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -63,12 +64,18 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--plant", choices=sorted(FAULTS), metavar="FAULT", help=f"plant one of: {', '.join(FAULTS)}")
     verify.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     more_commands.register(commands)
+    for name, command in commands.choices.items():
+        command.epilog = None if name == "bench" else OVERRIDES
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: 0 done, 1 the comparison failed or the run did, 2 a wrong call."""
-    options, overrides = build_parser().parse_known_args(argv)
+    parser = build_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 2
+    options, overrides = parser.parse_known_args(argv)
     if hasattr(options, "run"):
         return more_commands.run(options, overrides)
     if options.command == "doctor":
@@ -83,11 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if value is not None and value < 1:
             print(f"stateflow: --{name} {value}: the least is 1", file=sys.stderr)
             return 2
-    titan_args = ["--job.config_file", str(options.config), *overrides]
-    if not any(a.startswith(("--job.custom_config_module", "--job.custom-config-module")) for a in titan_args):
-        titan_args += ["--job.custom_config_module", "stateflow.titan"]
-    if options.command == "verify":
-        titan_args.append("--checkpoint.no-enable")  # it starts from fresh weights, whatever the folder holds
+    titan_args = more_commands.titan_arguments(options.config, overrides, resumes=options.command == "train")
     try:
         config = parse_config(titan_args)
     except (ValueError, TypeError, AttributeError) as error:
@@ -250,9 +253,10 @@ def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) ->
 
 
 def _processes(options, config) -> int:
-    """How many to start.  ValueError where the config's degrees or kernels cannot be had on this machine."""
+    """How many to start.  ValueError where the config's degrees, kernels or size cannot be had on this machine."""
     import torch
 
+    from stateflow.titan.cpu_host import refuse_large
     from stateflow.titan.shared_gpus import VARIABLE, devices_missing
 
     needed = world_size(config)
@@ -267,6 +271,7 @@ def _processes(options, config) -> int:
     interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
     if config.stateflow.kernels == "triton" and not torch.cuda.is_available() and not interpreted:
         raise ValueError('[stateflow] kernels = "triton" needs a GPU, and there is none here; set it to "auto"')
+    refuse_large(config)
     return nproc
 
 
@@ -348,7 +353,8 @@ def add_benchmarks(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="{gdn,mamba3,pipeline}")
     add_gdn(benchmarks.add_parser("gdn", help="the gated delta rule against FLA and FlashQLA"))
     add_mamba3(benchmarks.add_parser("mamba3", help="Mamba-3 against the official kernels of mamba-ssm"))
-    add_pipeline(benchmarks.add_parser("pipeline", help="whole training steps against torchtitan's 1F1B"))
+    steps = "whole training steps against torchtitan's 1F1B"
+    add_pipeline(benchmarks.add_parser("pipeline", help=steps, epilog=OVERRIDES))
 
 
 def _measure(options, unknown: Sequence[str]) -> int:
@@ -401,18 +407,9 @@ def _tune(options, config) -> int:
 
 
 def _bench_pipeline(options, config, titan_args: Sequence[str]) -> int:
-    import torch
-
-    from stateflow.model import count_parameters
     from stateflow.titan.bench import make_rows, run
-    from stateflow.titan.flavors import resolve_model
 
-    training, parameters = config.training, count_parameters(resolve_model(config))
-    if parameters > 1e8 and not torch.cuda.is_available():
-        raise ValueError(
-            f"{config.model.flavor} has {parameters / 1e9:.1f} billion parameters and there is no GPU here; on a CPU "
-            "take a small one, e.g. titan_configs/demo.toml"
-        )
+    training, nproc = config.training, _processes(options, config)
     rows = make_rows(
         options.tokens or [training.seq_len],
         options.microbatches or [training.local_batch_size],
@@ -424,7 +421,7 @@ def _bench_pipeline(options, config, titan_args: Sequence[str]) -> int:
     return run(
         titan_args,
         rows,
-        nproc=_processes(options, config),
+        nproc=nproc,
         stages=config.parallelism.pipeline_parallel_degree,
         steps=options.steps,
         warmup=options.warmup,

@@ -12,7 +12,7 @@ import torch
 # Component -> (first version that works, first one that is not known to, what to install).
 RANGES = {
     "python": ("3.11", "4", "Python 3.11 or newer"),
-    "torch": ("2.11", "2.15", "pip install 'torch>=2.11,<2.14'"),
+    "torch": ("2.11", "2.14", "pip install 'torch>=2.11,<2.14'"),
     "torchtitan": ("0.2.2", "0.2.3", "pip install torchtitan==0.2.2"),
     "triton": ("3.4", "4", "pip install 'triton>=3.4'"),
 }
@@ -68,7 +68,7 @@ def check_config(path: Path, overrides: Sequence[str]) -> list[Finding]:
     if not path.is_file():
         return [Finding(f"{path} is not there", "give the path of a train.toml", fatal=True)]
     try:
-        config = read_config(path, overrides)
+        config = read_config(path, overrides, resumes=True)
     except ValueError as error:
         return [Finding(f"{path} is refused", str(error), fatal=True)]
     findings = [Finding(f"{path} is a valid config")]
@@ -121,7 +121,7 @@ def _check_parts(config) -> list[Finding]:
 def _check_memory(config) -> list[Finding]:
     """Peak of the fullest rank by counting, against the memory of the device here (of an H200 without one)."""
     from stateflow.planning.analytic import Analytic
-    from stateflow.planning.devices import GIB, device_named
+    from stateflow.planning.devices import device_named, gib_text
     from stateflow.titan.config import make_plan
     from stateflow.titan.planning import job_of
 
@@ -135,7 +135,7 @@ def _check_memory(config) -> list[Finding]:
     peaks = analytic.peak_bytes(analytic.schedule(job.policy, plan.num_chunks), plan)
     worst = max(range(len(peaks)), key=peaks.__getitem__)
     where = f"{device.name}, as there is none here" if cpu else torch.cuda.get_device_name()
-    text = f"predicted peak {peaks[worst] / GIB:.1f} GiB on rank {worst}, usable {analytic.limit / GIB:.1f} ({where})"
+    text = f"predicted peak {gib_text(peaks[worst])} GiB on rank {worst}, usable {gib_text(analytic.limit)} ({where})"
     if peaks[worst] <= analytic.limit:
         return [Finding(text)]
     return [Finding(text, _what_saves_memory(job, analytic, plan.num_chunks, chunked), fatal=not cpu)]

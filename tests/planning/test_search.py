@@ -273,7 +273,7 @@ def test_a_plan_is_searched_verified_written_and_used(tmp_path, capsys):
     arguments = [DEMO, *TINY, folder, "--policies", "1f1b", "v_shape"]
     assert main(["plan", *arguments, "--verify", "1"]) == 0
     captured = capsys.readouterr()
-    assert "fit: worst error" in captured.out and "(whole sequences)" in captured.out
+    assert "fit: worst error" in captured.out and ", whole sequences, recomputation" in captured.out
     assert "plans run one after the other, " in captured.out and "predicted" in captured.out
     found = read_plan(tmp_path / "plan.toml")
     assert sum(found.chunk_lengths) == 128 and found.target.ranks == 2

@@ -41,6 +41,7 @@ REFUSED = {
     "--stateflow.model.num-kv-heads=3": "num_kv_heads = 3",
     "--stateflow.model.pattern=gdn,mamba": "pattern = 'mamba'",
     "--stateflow.model.dim=0": "dim = 0",
+    "--stateflow.model.rope-theta=0": "rope_theta = 0.0: must be a number above 0",
     "--stateflow.model.mamba-num-angles=5": "mamba_num_angles = 5",
     "--stateflow.kernels=triton --stateflow.model.pattern=mamba3": "does not fit the mamba3 layers, with N = mam",
     "--model.flavor=huge": "flavor = 'huge' is unknown; choose one of",
@@ -76,6 +77,8 @@ REFUSED = {
     "--stateflow.no-enable --parallelism.pipeline_parallel_last_stage_less_layers=6": "less_layers = 6 do not fit",
     "--stateflow.rope-reset --stateflow.no-reset-at-documents": "rope_reset = true has no documents to reset at",
     "--checkpoint.enable --job.dump_folder=no/such --checkpoint.initial_load_path=no/such/step-1": "no folder",
+    "--checkpoint.enable --checkpoint.last_save_in_hf": "last_save_in_hf = true: these models have no form",
+    "--checkpoint.enable --checkpoint.initial_load_in_hf": "initial_load_in_hf = true: these models have no",
     "--stateflow.tokenizer=no/such/tokenizer.json": "no/such/tokenizer.json",
     "--training.dataset=no/such/folder": "no/such/folder",
     "--stateflow.kernels=cuda": """kernels = 'cuda' is unknown; use one of "auto", "triton", "reference\"""",
@@ -131,6 +134,30 @@ def test_a_config_that_cannot_work_is_refused_with_a_sentence(overrides):
     message = str(error.value)
     assert REFUSED[overrides] in message, message
     assert "\n" not in message.strip(), "one sentence, not a report"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("dim", 64.0, "a whole number"), ("dim", True, "a whole number"), ("pattern", ["gdn"], "a string"),
+        ("rope_theta", "1e6", "a number"), ("allow_neg_eigval", 1, "true or false"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_field_of_the_model_is_refused(key, value, kind):
+    from stateflow.titan.config import validate
+
+    config = harness.parse([])
+    setattr(config.stateflow.model, key, value)
+    with pytest.raises(ValueError, match=rf"\[stateflow.model\] {key} = .* must be {kind}"):
+        validate(config)
+
+
+def test_fields_of_the_model_reach_it():
+    from stateflow.titan.flavors import resolve_model
+
+    args = ["--stateflow.model.rope-theta=1000000", "--stateflow.model.allow-neg-eigval", "True"]
+    model = resolve_model(harness.parse(args))
+    assert (model.rope_theta, model.allow_neg_eigval) == (1e6, True)
 
 
 @pytest.mark.parametrize("key", WRONG_TYPES)

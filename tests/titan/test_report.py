@@ -142,7 +142,7 @@ def test_summary_of_a_run(config):
         "2.1250 at step 20",
         f"{ENTROPY / 2:.4f} at step 20",
         f"{ENTROPY:.4f}, byte-frequency entropy of the same text; the model beats it by 50.0 %",
-        "1,000 tokens/s per device, 2,000 on all 2",
+        "1,100 tokens/s per device, 2,200 on all 2",
         folder,
         checkpoints,
         "stateflow verify titan_configs/demo.toml",
@@ -157,7 +157,7 @@ def test_summary_of_a_run(config):
     assert summary["validation_loss"] == [20, pytest.approx(ENTROPY / 2, rel=1e-6)]
     assert summary["validation_entropy"] == pytest.approx(ENTROPY, rel=1e-12)
     assert summary["better_than_entropy_percent"] == pytest.approx(50, rel=1e-5)
-    assert (summary["tokens_per_second_per_device"], summary["tokens_per_second_total"]) == (1000, 2000)
+    assert (summary["tokens_per_second_per_device"], summary["tokens_per_second_total"]) == (1100, 2200)
     assert summary["num_logged_steps"] == 3
     assert summary["places"] == {"TensorBoard": folder, "checkpoints": checkpoints}
 
@@ -201,6 +201,15 @@ def test_validation_text_that_is_gone_is_no_error(config):
     assert "1.5000 at step 1" in text and "no entropy of the validation text: dataset './missing'" in text
 
 
+def test_a_run_too_short_for_two_logged_steps(config):
+    """Its speed would be that of the start, and its only loss no last one."""
+    write_log(config, training=[(1, 5.5)], speed=[(1, 100.0)])
+    text = report.summarize(config.job.dump_folder, config)
+    assert "5.5000 at step 1, the only step logged, by metrics.log_freq = 10" in text
+    assert "last loss" not in text and "tokens/s" not in text
+    assert summary_of(config)["tokens_per_second_per_device"] is None
+
+
 def test_losses_that_are_not_finite(config):
     write_log(config, training=[(1, 2.0), (2, math.nan)], validation=[(2, math.inf)], speed=[(1, 5.0)])
     text = report.summarize(config.job.dump_folder, config)
@@ -234,7 +243,7 @@ def test_every_step_of_a_long_log_is_read(config):
 
 
 def test_number_of_devices(config):
-    write_log(config, training=[(1, 1.0)], speed=[(1, 10.0)])
+    write_log(config, training=[(1, 1.0), (2, 1.0)], speed=[(1, 1.0), (2, 10.0)])
 
     def total(world_size=None):
         return report.collect(config.job.dump_folder, config, world_size)["tokens_per_second_total"]
@@ -327,9 +336,13 @@ def test_overrides_are_replaced():
     assert replaced(given, changes) == expected and replaced(given, {}) == given
 
 
+def test_without_a_seed_weights_differ_from_run_to_run(config):
+    assert "other chunks, the same losses once [debug] seed is set" in next_of(config)
+
+
 def test_next_commands_of_a_table(config):
     config.stateflow.schedule_file = "table.csv"  # of as many chunks as it is of
-    assert "other chunks, the same losses" not in next_of(config)
+    assert not any(purpose.startswith("other chunks") for purpose in next_of(config))
 
 
 def test_predicted_beside_measured(config, tmp_path):

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stateflow.bench.measure import Timing, markdown_table, relative_l2, require_cuda, time_call
+from stateflow.bench.measure import Timing, end_without_cuda, markdown_table, relative_l2, time_call
 from stateflow.recurrence import attention_parts as parts
 
 SHAPES = ((0, 16384), (16384, 16384), (49152, 16384), (28672, 4096))
@@ -94,10 +94,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.heads % options.kv_heads:
         parser.error(f"--heads {options.heads}: must be a multiple of --kv-heads {options.kv_heads}")
-    try:
-        require_cuda("stateflow.bench.attention")
-    except ValueError as error:
-        parser.error(str(error))
+    end_without_cuda(parser)
     return options
 
 

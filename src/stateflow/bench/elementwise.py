@@ -134,6 +134,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     if options.device == "cpu":
+        from stateflow_kernels.primitives import INTERPRETED
+
+        if not INTERPRETED:
+            parser.error("without a GPU the kernels run interpreted only: set TRITON_INTERPRET=1 before Python starts")
         options.processes = 1
     return options
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import json
@@ -52,6 +53,14 @@ def require_cuda(what: str) -> None:
     """Raises ValueError if there is no CUDA device."""
     if not torch.cuda.is_available():
         raise ValueError(f"{what} measures on a CUDA device and there is none here: run it on a machine with a GPU")
+
+
+def end_without_cuda(parser: argparse.ArgumentParser) -> None:
+    """Of a program of its own: one line and status 2 if there is no CUDA device."""
+    try:
+        require_cuda(parser.prog)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
 
 
 def time_call(call: Call, runs: int = 15, warm_up: int = 3, ahead_ms: float = 0.0) -> Timing:

@@ -60,9 +60,16 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skew", type=float, metavar="ALPHA", help="alpha of eq. 11; default: the config's plan")
 
 
-def titan_arguments(config: Path, overrides: Sequence[str], ranks: int | None = None) -> list[str]:
-    """Arguments for torchtitan's parser."""
+def titan_arguments(
+    config: Path, overrides: Sequence[str], ranks: int | None = None, *, resumes: bool = False
+) -> list[str]:
+    """Arguments for torchtitan's parser. ``resumes``: it goes on from the checkpoints of the config's folder.
+
+    All that do not train the config itself have nothing to do with these, and must not be refused because of them.
+    """
     arguments = ["--job.config_file", str(config), *overrides]
+    if not resumes:
+        arguments.append("--checkpoint.no-enable")
     if not any(a.startswith(("--job.custom_config_module", "--job.custom-config-module")) for a in arguments):
         arguments += ["--job.custom_config_module", "stateflow.titan"]
     if ranks is not None:
@@ -70,12 +77,12 @@ def titan_arguments(config: Path, overrides: Sequence[str], ranks: int | None = 
     return arguments
 
 
-def read_config(config: Path, overrides: Sequence[str], ranks: int | None = None):
-    """The merged, validated config; ValueError says what is wrong in one sentence."""
+def read_config(config: Path, overrides: Sequence[str], ranks: int | None = None, *, resumes: bool = False):
+    """The merged, validated config; ValueError says what is wrong in one sentence. See `titan_arguments`."""
     from stateflow.cli import _one_sentence, parse_config
 
     try:
-        job_config = parse_config(titan_arguments(config, overrides, ranks))
+        job_config = parse_config(titan_arguments(config, overrides, ranks, resumes=resumes))
     except (ValueError, TypeError, AttributeError) as error:
         text = _one_sentence(error, config)
         if f"pipeline_parallel_degree = {ranks}" in text:
@@ -159,11 +166,9 @@ def read_scenario(options: argparse.Namespace, overrides: Sequence[str]) -> Scen
 def device_text(options: argparse.Namespace, scenario: Scenario) -> str:
     """Which device the figures are for, and why that one."""
     device = scenario.analytic.device
-    why = "" if options.device else ", the default without a GPU of the table; --device changes it"
     import torch
 
-    if torch.cuda.is_available() and not options.device:
-        why = ""
+    why = "" if options.device or torch.cuda.is_available() else "; as there is no GPU here, --device changes it"
     return (
         f"{device.name}: {device.flops / 1e12:g} TFLOP/s of which {device.dense_fraction:.0%} in matrix products, "
         f"{device.attention_fraction:.0%} in attention, {device.recurrence_fraction:.0%} in recurrences (assumed){why}"

@@ -130,8 +130,10 @@ def _device_here() -> str | None:
 
 def _check_machine(scenario: Scenario) -> None:
     from stateflow.cli import world_size
+    from stateflow.titan.cpu_host import refuse_large
     from stateflow.titan.shared_gpus import devices_missing
 
+    refuse_large(scenario.job_config)
     if missing := devices_missing(world_size(scenario.job_config)):
         raise ValueError(f"--measure: {missing}; give --ranks, or leave it out")
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from stateflow.commands import Scenario, add_config, device_text, read_scenario
-from stateflow.planning.devices import GIB
+from stateflow.planning.devices import gib_text
 from stateflow.planning.job import RECOMPUTE_MODES
 
 
@@ -84,7 +84,7 @@ def _analytic(options: argparse.Namespace, scenario: Scenario) -> int:
         return 0
     print(job.describe())
     print(device_text(options, scenario))
-    print(f"policy {job.policy}; at most {analytic.limit / GIB:.1f} GiB a rank\n")
+    print(f"policy {job.policy}; at most {gib_text(analytic.limit)} GiB a rank\n")
     print(grid_table(cells))
     reasons = why_not(cells)
     if reasons:
@@ -94,7 +94,7 @@ def _analytic(options: argparse.Namespace, scenario: Scenario) -> int:
         return 0
     whole = next((cell for cell in cells if cell.num_chunks == 1), None)
     print(f"\nbest: num_chunks = {best.num_chunks}, skew = {best.skew:g}: {', '.join(map(str, best.lengths))}")
-    peaks = " ".join(f"{peak / GIB:.1f}" for peak in best.peak_bytes)
+    peaks = " ".join(map(gib_text, best.peak_bytes))
     print(f"  {best.step_time:.4g} s a step, {best.bubble:.1%} idle, peak GiB a rank: {peaks}")
     if whole is not None and whole.fits:
         if best.num_chunks == 1:
@@ -115,12 +115,12 @@ def grid_table(cells) -> str:
         if cell.step_time is None:
             return "-"
         mark = "" if cell.fits else "!"
-        return f"{cell.step_time:.4g}s {cell.bubble * 100:.0f}% {max(cell.peak_bytes) / GIB:.1f}G{mark}"
+        return f"{cell.step_time:.4g}s {cell.bubble * 100:.0f}% {gib_text(max(cell.peak_bytes))}G{mark}"
 
     rows = [["alpha", *(f"N = {n}" for n in counts)]]
     rows += [[f"{skew:g}", *(text(at[n, skew]) for n in counts)] for skew in skews]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["step time, idle share of the ranks, peak memory of the fullest rank; ! does not fit, - is no plan"]
+    lines = ["step time, idle share of the ranks, peak memory of the fullest rank in GiB; ! does not fit, - is no plan"]
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(lines)
 

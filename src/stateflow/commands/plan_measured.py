@@ -20,7 +20,7 @@ from stateflow.commands.plan_verify import (
     to_verify,
     verify,
 )
-from stateflow.planning.devices import DEVICES, GIB, Device, device_named
+from stateflow.planning.devices import DEVICES, GIB, Device, device_named, gib_text
 
 SHOWN = 8  # candidates printed and kept in the plan file
 # Shares of --time-budget after which measuring and searching end, so that something is left to verify by.
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
     budget = Budget(options.time_budget)
     entry = device_entry(device, job.num_ranks * job.tensor_parallel)
     limit = entry.usable_fraction * entry.memory if options.memory is None else options.memory * GIB
-    print(f"{job.describe()}\nprofiling on {entry.name}, at most {limit / GIB:.1f} GiB a rank, cache {cache.path}")
+    print(f"{job.describe()}\nprofiling on {entry.name}, at most {gib_text(limit)} GiB a rank, cache {cache.path}")
 
     chosen_variants, left_out = searched_variants(options, scenario)
     for line in left_out:
@@ -86,8 +86,8 @@ def run(options: argparse.Namespace, scenario: Scenario, overrides: Sequence[str
         print("nothing fits: more ranks, recomputation or FSDP would help; no plan is written")
         return 1
     whole = next((c for c in candidates if c.plan.num_chunks == 1), None)
-    if whole is not None:
-        print(f"{describe(whole)}  (whole sequences)")
+    if whole is not None and whole not in candidates[:SHOWN]:
+        print(describe(whole))
 
     chosen_few = to_verify(fitting, whole, options.verify)
     cells = []
@@ -116,9 +116,12 @@ def refuse(options: argparse.Namespace, scenario: Scenario) -> None:
     """Raises ValueError, with the least change, where nothing can be measured here or a plan could not be used."""
     import torch
 
+    from stateflow.titan.cpu_host import refuse_large
+
     job = scenario.job
     if options.device is not None:
         raise ValueError(f"--device {options.device} is for --analytic; a measured plan is for the device at hand")
+    refuse_large(scenario.job_config)
     here = torch.cuda.device_count() if torch.cuda.is_available() else None
     if here is not None and here < job.tensor_parallel:
         raise ValueError(

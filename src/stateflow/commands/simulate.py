@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from stateflow.commands import Scenario, add_config, add_plan, device_text, read_scenario
 from stateflow.pipeline.schedule import Action, Kind
-from stateflow.planning.devices import GIB
+from stateflow.planning.devices import gib_text
 
 if TYPE_CHECKING:
     from stateflow.chunks import ChunkPlan
@@ -75,12 +75,12 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         print(f"        {share:6.1%}  {cause.replace('_', ' ')}" + (" (busy)" if cause == "chunk_overhead" else ""))
     print("\nrank  busy   peak GiB  of it parameters, gradients, optimizer")
     for rank in ranks:
-        static = sum(analytic.static_of_rank(rank).values()) / GIB
-        print(f"{rank:4d} {figures['busy'][rank]:6.1%} {peaks[rank] / GIB:9.2f}  {static:.2f}")
+        static = sum(analytic.static_of_rank(rank).values())
+        print(f"{rank:4d} {figures['busy'][rank]:6.1%} {gib_text(peaks[rank]):>9}  {gib_text(static)}")
     if options.cost_file is None and (hint := fewer_chunks(scenario, plan, shares["chunk_overhead"])) is not None:
         print(f"\n{hint}")
     if not figures["fits"]:
-        print(f"\ndoes not fit: {max(peaks) / GIB:.1f} GiB of {analytic.limit / GIB:.1f} GiB usable")
+        print(f"\ndoes not fit: {gib_text(max(peaks))} GiB of {gib_text(analytic.limit)} GiB usable")
     return 0
 
 

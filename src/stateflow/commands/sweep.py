@@ -129,7 +129,9 @@ def measure_cell(options: argparse.Namespace, scenario, arguments: Sequence[str]
     """Trains a few steps under torchrun and takes the traced steps."""
     from stateflow.cli import world_size
     from stateflow.commands.plan_verify import train_for_a_trace
+    from stateflow.titan.cpu_host import refuse_large
 
+    refuse_large(scenario.job_config)
     job = scenario.job
     with tempfile.TemporaryDirectory() as folder:
         titan = titan_arguments(options.config, arguments, options.ranks)

@@ -17,7 +17,7 @@ from stateflow.pipeline.policies import build_schedule, find_policy
 from stateflow.pipeline.schedule import Action, Kind, Schedule
 from stateflow.pipeline.simulator import Cost, Link, LostTime, Simulation, lost_time, simulate
 from stateflow.planning.costs import StageCost, stage_costs, static_bytes
-from stateflow.planning.devices import GIB, Device
+from stateflow.planning.devices import Device, gib_text
 from stateflow.planning.job import Job
 
 NUM_CHUNKS = (1, 2, 4, 6, 8, 16, 32)
@@ -210,7 +210,7 @@ class Analytic:
         worst = max(range(len(peaks)), key=peaks.__getitem__)
         why = None
         if peaks[worst] > self.limit:
-            why = f"rank {worst} needs {peaks[worst] / GIB:.1f} GiB of {self.limit / GIB:.1f} GiB"
+            why = f"rank {worst} needs {gib_text(peaks[worst])} GiB of {gib_text(self.limit)} GiB"
         return Cell(
             num_chunks, skew, policy, plan.lengths, simulation.step_time, simulation.bubble, peaks, why is None, why
         )

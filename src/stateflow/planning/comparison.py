@@ -10,7 +10,7 @@ from stateflow.pipeline.accounting import in_flight_profile
 from stateflow.pipeline.policies import POLICIES, Policy
 from stateflow.pipeline.simulator import Simulation
 from stateflow.planning.analytic import Analytic
-from stateflow.planning.devices import GIB
+from stateflow.planning.devices import GIB, gib_text
 
 
 @dataclass
@@ -69,7 +69,7 @@ def compare(analytic: Analytic, plan: ChunkPlan, policy: str, stages_per_rank: i
     row.fits = max(row.peak_bytes) <= analytic.limit
     row.simulation = simulation
     if not row.fits:
-        row.why_not = f"needs {max(row.peak_bytes) / GIB:.1f} GiB of {analytic.limit / GIB:.1f} GiB"
+        row.why_not = f"needs {gib_text(max(row.peak_bytes))} GiB of {gib_text(analytic.limit)} GiB"
     return row
 
 

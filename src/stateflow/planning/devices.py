@@ -16,6 +16,12 @@ from dataclasses import dataclass
 GIB = 2**30
 
 
+def gib_text(num_bytes: float) -> str:
+    """GiB with one digit behind the point; below 1, as small models have it, with the first two that count."""
+    gib = num_bytes / GIB
+    return f"{gib:.1f}" if gib >= 1 or gib == 0 else f"{gib:.2g}"
+
+
 @dataclass(frozen=True)
 class Device:
     """A device and its link to the next pipeline rank.

@@ -282,6 +282,8 @@ def time_all(shape: Shape, say=print) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    from stateflow.bench.measure import end_without_cuda
+
     parser = argparse.ArgumentParser(prog="python -m stateflow.planning.kernel_launches")
     parser.add_argument("--shapes", nargs="+", default=["20x32768", "10x32768", "20x16384"])
     for name in ("k-dim", "v-dim"):
@@ -289,6 +291,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--any-order", action="store_true", help="in segments, where that is used")
     options = parser.parse_args(arguments)
+    end_without_cuda(parser)
     for text in options.shapes:
         heads, tokens = map(int, text.split("x"))
         sizes = (options.k_dim, options.v_dim)

@@ -205,6 +205,8 @@ def time_all(shape: Shape, gradient_heads: list[int], say=print) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    from stateflow.bench.measure import end_without_cuda
+
     parser = argparse.ArgumentParser(prog="python -m stateflow.planning.mamba3_launches")
     parser.add_argument("--heads", type=int, nargs="+", default=[80, 40, 24])
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
@@ -213,6 +215,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--gradient-heads", type=int, nargs="+", default=[])
     options = parser.parse_args(arguments)
+    end_without_cuda(parser)
     sizes = (options.n_dim, options.p_dim, options.dtype, 1)
     for heads in options.heads:
         for tokens in options.tokens:

@@ -135,7 +135,7 @@ def pyplot():
         import matplotlib
     except ImportError:
         raise ValueError(
-            "pictures need matplotlib: pip install matplotlib, or install stateflow[plots]; .json and .trace.json need "
+            "pictures need matplotlib: pip install matplotlib; .json and .trace.json need "
             "nothing"
         ) from None
     matplotlib.use("Agg")

@@ -37,8 +37,9 @@ class Candidate:
     @property
     def name(self) -> str:
         how = "dynamic program" if self.skew is None else f"skew {self.skew:g}"
+        cut = "whole sequences" if self.plan.num_chunks == 1 else f"{self.plan.num_chunks} chunks, {how}"
         stages = "" if self.stages_per_rank == 1 else f" on {self.stages_per_rank} stages a rank"
-        return f"{self.policy}{stages}, {self.plan.num_chunks} chunks, {how}, recomputation {self.recompute}"
+        return f"{self.policy}{stages}, {cut}, recomputation {self.recompute}"
 
 
 class Measured(Analytic):

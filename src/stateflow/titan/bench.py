@@ -220,8 +220,9 @@ def format_row(row: Row, baseline: Row | None, world_size: int, stages: int, dty
             speedup, bound = f"{gain:.3f}x", f"{100 * of_bound(row, baseline, stages):.0f} %"
         else:
             speedup = "LOSS!"
-    peaks = " / ".join(f"{g:.1f}" for g in row.peak_gib)
-    if row.reserved_gib:
+    known = any(row.peak_gib)  # not of a CPU
+    peaks = " / ".join(f"{g:.1f}" for g in row.peak_gib) if known else "-"
+    if known and row.reserved_gib:
         peaks += f" ({' / '.join(f'{g:.1f}' for g in row.reserved_gib)})"
     return f"{head} {median:>8.3f} {100 * spread:>5.1f} % {rate:>10,.0f} {mfu:>6} {speedup:>8} {bound:>8}  {peaks}"
 

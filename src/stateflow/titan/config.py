@@ -19,7 +19,7 @@ DEFAULT_POLICY = "1f1b"
 
 @dataclass
 class ModelOverrides:
-    """Any field of the flavor's model, for ablations; unset keeps the flavor's value."""
+    """The sizes and constants of the flavor's model, see `ModelConfig`; unset keeps the flavor's value."""
 
     dim: int | None = None
     num_layers: int | None = None
@@ -31,6 +31,7 @@ class ModelOverrides:
     head_k_dim: int | None = None
     head_v_dim: int | None = None
     conv_size: int | None = None
+    allow_neg_eigval: bool | None = None
     num_mamba_heads: int | None = None
     mamba_head_dim: int | None = None
     mamba_state_dim: int | None = None
@@ -38,7 +39,10 @@ class ModelOverrides:
     num_attention_heads: int | None = None
     num_kv_heads: int | None = None
     attention_head_dim: int | None = None
+    rope_theta: float | None = None
     ffn_dim: int | None = None
+    norm_eps: float | None = None
+    init_std: float | None = None
 
 
 @dataclass
@@ -99,6 +103,9 @@ def _expect(ok: bool, message: str) -> None:
 
 def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+_KINDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _check_types(options: StateFlow) -> None:
@@ -162,12 +169,10 @@ def _check_types(options: StateFlow) -> None:
         isinstance(options.tokenizer, str),
         f"[stateflow] tokenizer = {options.tokenizer!r} must be \"bytes\" or a path",
     )
-    for name, value in vars(options.model).items():
-        kind_ok = isinstance(value, str) if name == "pattern" else _is_int(value)
-        _expect(
-            value is None or kind_ok,
-            f"[stateflow.model] {name} = {value!r} must be a {'string' if name == 'pattern' else 'whole number'}",
-        )
+    for entry in dataclasses.fields(options.model):
+        value, kind = getattr(options.model, entry.name), entry.type.__args__[0]  # of "kind | None"
+        fits = type(value) is kind or (kind is float and _is_int(value))
+        _expect(value is None or fits, f"[stateflow.model] {entry.name} = {value!r} must be {_KINDS[kind]}")
 
 
 def chunk_cost(model_args, seq_len: int) -> ChunkCost:

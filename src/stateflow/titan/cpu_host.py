@@ -32,6 +32,22 @@ _PROC_STATUS = Path("/proc/self/status")
 _PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
+MOST_PARAMETERS = 5e8  # of which weights, gradients and AdamW take 8 GB
+
+
+def refuse_large(job_config) -> None:
+    """Raises ValueError for a model that a machine without a GPU would only fill its memory with."""
+    from stateflow.model import count_parameters
+    from stateflow.titan.flavors import resolve_model
+
+    parameters = count_parameters(resolve_model(job_config))
+    if parameters > MOST_PARAMETERS and not torch.cuda.is_available():
+        raise ValueError(
+            f"{job_config.model.flavor} has {parameters / 1e9:.1f} billion parameters and there is no GPU here; on a "
+            "CPU take a small one, e.g. titan_configs/demo.toml"
+        )
+
+
 def resident_bytes() -> tuple[int, int]:
     """The process's resident set: (now, highest since the last :func:`reset_peak_resident_bytes`), in bytes.
 

@@ -37,7 +37,8 @@ def _ideas(job_config) -> Iterator[tuple[list[dict[str, Any]], str]]:
         if not (options.chunk_lengths or options.plan or options.schedule_file):  # they say how many chunks
             now = make_plan(job_config).num_chunks
             choices = [{"stateflow.num_chunks": n} for n in CHUNKS if n != now]
-            yield choices, "other chunks, the same losses"
+            seeded = job_config.debug.seed is not None
+            yield choices, f"other chunks, the same losses{'' if seeded else ' once [debug] seed is set'}"
         # Whole sequences have no trace of chunks, and in torchtitan's schedule layers are not recorded.
         off = {f"stateflow.{name}": False for name in ("enable", "trace", "cuda_graphs") if getattr(options, name)}
         yield [off], "the same model without chunks, to compare with"

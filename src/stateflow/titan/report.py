@@ -138,8 +138,8 @@ def collect(dump_folder: str | Path, job_config: JobConfig, world_size: int | No
     events = event_file(dump_folder, job_config) if job_config.metrics.enable_tensorboard else None
     scalars = read_scalars(events) if events is not None else {}
     training, validation = scalars.get(TRAINING_LOSS, []), scalars.get(VALIDATION_LOSS, [])
-    speeds = [value for _, value in scalars.get(TOKENS_PER_SECOND, [])]
     # The first logged step holds what happens once, e.g. compilation.
+    speeds = [value for _, value in scalars.get(TOKENS_PER_SECOND, [])][1:]
     steps = [value for _, value in scalars.get(STEP_SECONDS, [])][1:]
     trace = traced(job_config, dump_folder)
     foretold = predictions(job_config)
@@ -191,14 +191,15 @@ def _speed_text(figures: Mapping[str, Any]) -> str:
     text = f"{figures['tokens_per_second_per_device']:,.0f} tokens/s per device"
     if figures["tokens_per_second_total"] is not None and figures["num_devices"] > 1:
         text += f", {figures['tokens_per_second_total']:,.0f} on all {figures['num_devices']}"
-    return f"{text} (median of the logged steps)"
+    return f"{text} (median of the logged steps but the first)"
 
 
 def _step_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Measured time of a step, and beside it what was predicted of its forwards and backwards."""
     rows = []
     if figures["step_seconds"] is not None:
-        rows.append(("step", f"{figures['step_seconds']:.4g} s with optimizer and data (median of the logged steps)"))
+        median = f"{figures['step_seconds']:.4g} s with optimizer and data"
+        rows.append(("step", f"{median} (median of the logged steps but the first)"))
     measured = figures["traced_step_seconds"]
     if measured is not None:
         rows.append(("", f"{measured:.4g} s of it in forwards and backwards (median of the traced steps)"))
@@ -226,6 +227,9 @@ def _to_text(
             steps = job_config.training.steps
             hint = f"a checkpoint at step {steps} leaves nothing to do: --training.steps {2 * steps} goes on from it, "
             rows.append(("", f"{hint}--job.dump_folder OTHER starts afresh"))
+    elif figures["num_logged_steps"] == 1:
+        why = f"the only step logged, by metrics.log_freq = {job_config.metrics.log_freq}"
+        rows.append(("loss", f"{_loss_text(figures['first_training_loss'])}, {why}"))
     else:
         rows.append(("first loss", _loss_text(figures["first_training_loss"])))
         rows.append(("last loss", _loss_text(figures["last_training_loss"])))

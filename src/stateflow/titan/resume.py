@@ -142,7 +142,8 @@ def _write_record(manager, step: int, last_step: bool) -> None:
 
 # --------------------------------------------------------------------------------------- checking
 def check_resume(job_config, world_size: int | None = None) -> None:
-    """Refuses a run that would load a checkpoint of another model, of other data or of another data-parallel degree.
+    """Refuses a run that would load a checkpoint of another model, of other data or of another data-parallel degree,
+    or load or save one in a form that these models do not have.
 
     That degree may depend on the number of processes: a launcher gives it as ``world_size``.
 
@@ -151,6 +152,12 @@ def check_resume(job_config, world_size: int | None = None) -> None:
     options = job_config.checkpoint
     if not options.enable or job_config.model.name != _MODEL_NAME:
         return
+    for name in ("initial_load_in_hf", "last_save_in_hf"):
+        if getattr(options, name):
+            raise ValueError(
+                f"[checkpoint] {name} = true: these models have no form in Hugging Face's transformers; set it to "
+                "false (docs/bare_torch.md reads the weights of a checkpoint without torchtitan)"
+            )
     folder = Path(job_config.job.dump_folder) / options.folder
     if folder.exists():
         step = _latest_step(folder) if options.load_step == -1 else options.load_step
@@ -158,7 +165,7 @@ def check_resume(job_config, world_size: int | None = None) -> None:
             return
         checkpoint, weights_only = folder / f"step-{step}", step == 0
         elsewhere = "give this run another [job] dump_folder or [checkpoint] folder"
-    elif options.initial_load_path and not options.initial_load_in_hf:
+    elif options.initial_load_path:
         checkpoint, weights_only = Path(options.initial_load_path), options.initial_load_model_only
         elsewhere = "give another [checkpoint] initial_load_path"
         if not checkpoint.is_dir():
