@@ -223,6 +223,18 @@ def test_window_gradients_accumulate_in_float32():
     assert window.chunk_grad(0, 4).flatten().tolist() == [2.0, 2.0, 1.0, 1.0]
 
 
+def test_the_footprint_of_16_bit_windows_is_what_they_and_their_gradients_take():
+    plan = ChunkPlan.explicit(7, [4, 3])
+    (stage,) = cases.make_stages(cases.make_model(["attention"], torch.bfloat16), 1, plan)
+    tokens, labels = (plan.split(x) for x in cases.make_batch(1, 7, seed=0))
+    for i in range(2):
+        stage.forward(0, i, tokens[i], target=labels[i])
+    stage.backward(0, 1)
+    usage, footprint = stage.usage(), stage.footprint(1, 12)
+    assert usage.window_bytes == 7 * footprint.window_bytes_per_token > 0
+    assert usage.window_grad_bytes == 7 * footprint.window_grad_bytes_per_token == 2 * usage.window_bytes
+
+
 def test_repeated_runs_give_the_same_bits():
     plan = ChunkPlan.explicit(130, [64, 64, 2])
     results = []
