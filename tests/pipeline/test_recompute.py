@@ -277,6 +277,15 @@ class TestWorkingWeights:
                 assert torch.equal(module.weight, module._parameters["weight"].bfloat16())
         assert len(places) == 1
 
+    def test_a_new_step_casts_whatever_the_version_counters_say(self):
+        model, _ = self.make()
+        x = torch.randn(5, 3, dtype=torch.bfloat16)
+        model(x).sum().backward()
+        model[0]._parameters["weight"].data.mul_(2)  # uncounted
+        model.zero_grad()
+        model(x)
+        assert torch.equal(model[0].weight, model[0]._parameters["weight"].bfloat16())
+
     def test_a_gradient_that_someone_replaced_counts(self):
         model, _ = self.make()
         x = torch.randn(5, 3, dtype=torch.bfloat16)

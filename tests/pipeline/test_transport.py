@@ -1,0 +1,83 @@
+"""Buffers and sends of one rank, without processes."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+
+from stateflow.pipeline.lowering import lower
+from stateflow.pipeline.policies import build_schedule
+from stateflow.pipeline.progress import Progress
+from stateflow.pipeline.schedule import Kind
+from stateflow.pipeline.transport import BufferPool, SendLedger, arrival_proofs
+from tests.pipeline.test_policies import cases
+
+
+def message_to(action):
+    """The message that an action computes on, if there is one."""
+    kind, step = (Kind.SEND_F, -1) if action.kind is Kind.F else (Kind.SEND_B, 1)
+    return kind, action.stage + step, action.microbatch, action.chunk
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_a_message_proves_that_all_its_sender_had_computed_on_has_arrived(case):
+    """And nothing else: what it proves was not proved before, and its wait cannot block."""
+    schedule = build_schedule(*case)
+    lowered = lower(schedule)
+    sends = {rank: {(a.kind, a.stage, a.microbatch, a.chunk) for a in row if a.kind in (Kind.SEND_F, Kind.SEND_B)}
+             for rank, row in enumerate(lowered)}  # fmt: skip
+    for rank, mine in sends.items():
+        proofs = arrival_proofs(lowered, schedule.stage_to_rank, rank)
+        for peer, row in enumerate(lowered):
+            proved, computed_on = set(), set()
+            for action in row if peer != rank else ():
+                if action.is_compute and action.kind is not Kind.W:
+                    computed_on |= {message_to(action)} & mine
+                elif not action.is_compute and action.kind in (Kind.SEND_F, Kind.SEND_B):
+                    receiver = action.stage + (1 if action.kind is Kind.SEND_F else -1)
+                    if schedule.stage_to_rank[receiver] == rank:
+                        now = proofs.get((action.kind, action.stage, action.microbatch, action.chunk), [])
+                        assert set(now) == computed_on - proved and len(now) == len(set(now))
+                        proved |= set(now)
+
+
+def test_sends_are_of_contiguous_tensors_and_live_until_they_are_retired():
+    ledger = SendLedger(Progress(0), proofs={"reply": ["first"], "last": ["second", "third"]})
+    waited, sent = [], []
+
+    class Work:
+        def __init__(self, name):
+            self.name = name
+
+        def wait(self):
+            waited.append(self.name)
+
+    def send(tensor, peer):
+        sent.append((tensor, peer))
+        return [Work(len(sent))]
+
+    for name in ("first", "second", "third"):
+        ledger.post(name, torch.arange(6).view(2, 3).t(), 1, send)
+    assert all(tensor.is_contiguous() and peer == 1 for tensor, peer in sent) and ledger.peak_pending == 3
+    ledger.received("nothing that proves anything")
+    assert not waited
+    ledger.received("reply")
+    assert waited == [1] and ledger.progress.pending() == ["second", "third"]
+    ledger.keep_at_most(1)
+    assert waited == [1, 2]
+    ledger.received("last")  # proves one that has been waited for
+    ledger.drain()
+    assert waited == [1, 2, 3] and not ledger.progress.pending()
+
+
+def test_a_pool_hands_out_what_came_back_and_forgets_it_when_cleared():
+    pool = BufferPool(torch.device("cpu"))
+    first, second = (pool.take((2, 3), torch.float32) for _ in range(2))
+    pool.give_back(first)
+    assert pool.take((3, 2), torch.float32) is not first and pool.take((2, 3), torch.float32) is first
+    assert (pool.num_live, pool.peak_live, pool.num_allocated, pool.allocated_bytes) == (3, 3, 3, 3 * 6 * 4)
+    pool.give_back(first)
+    pool.clear()
+    assert pool.num_live == 0 and pool.take((2, 3), torch.float32) is not first
+    assert second is not first
