@@ -285,6 +285,13 @@ def test_memory_of_backwards_is_a_line():
             assert footprint.while_running(Kind.B, p.length) == pytest.approx(p.backward_bytes, abs=p.length)
             assert footprint.while_running(Kind.F, p.length) >= p.forward_bytes
     assert footprint.working_bytes == 0
+    # A chunk at 0 allocates the window of the whole sequence, too.
+    at_the_start = tuple(dataclasses.replace(p, start=0, saved_bytes=9000 * p.length) for p in points)
+    found = with_measured_memory(stage, StageProfile((*points, *at_the_start), ()))
+    assert found.footprint == with_measured_memory(stage, StageProfile(points, ())).footprint
+    steeper = tuple(dataclasses.replace(p, backward_bytes=p.length**2) for p in points)
+    footprint = with_measured_memory(stage, StageProfile(steeper, ())).footprint
+    assert footprint.working_bytes == 0 and footprint.backward_bytes_per_token == 2048  # no less than nothing
     # In a graph next to nothing is seen: what is counted is needed all the same.
     hidden = tuple(dataclasses.replace(p, forward_bytes=0, backward_bytes=5000) for p in points)
     seen, counted = (with_measured_memory(stage, StageProfile(hidden, ()), r).footprint for r in (False, True))

@@ -130,8 +130,8 @@ BAD_ROWS = {
     r"cu_seqlens = \[1, 3\]": {"input_ids": [1, 2, 3], "cu_seqlens": [1, 3]},
     r"cu_seqlens = \[0, 2, 1, 3\]": {"input_ids": [1, 2, 3], "cu_seqlens": [0, 2, 1, 3]},
     "say the same: drop one": {"input_ids": [1], "cu_seqlens": [0, 1], "document_ids": [0]},
-    "row 2 of .*: it has the token id 300, the model's vocab_size is 258; set .* = 301": {"input_ids": [1, 300]},
-    "the token id -1, .* ids start at 0": {"input_ids": [1, -1]},
+    "row 2 of .*: it has the token id 300, the model's vocab_size is 258; set .* = 301": {"input_ids": [1, 300, 2]},
+    "the token id -1, .* ids start at 0": {"input_ids": [1, -1, 2]},
 }
 
 
