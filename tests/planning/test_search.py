@@ -30,7 +30,7 @@ from stateflow.planning.profile import (
     points_to_measure,
     profile_stage,
 )
-from stateflow.planning.search import Measured, best_cuts, search
+from stateflow.planning.search import KEPT, Measured, best_cuts, search
 from tests import cases
 
 from .test_costs import make_job
@@ -139,6 +139,9 @@ def test_memory_is_a_hard_limit():
     assert max(tight[0].peak_bytes) <= peaks[3] < max(free[0].peak_bytes)
     assert [c.fits for c in tight] == sorted((c.fits for c in tight), reverse=True)
     assert tight[0].step_time == min(c.step_time for c in tight if c.fits)
+    # However many faster ones do not fit.
+    least = search([(Measured(job, DEVICES["cpu"], memory_limit=peaks[0]).use([profile] * 2), ["1f1b"])]).candidates
+    assert sum(not c.fits for c in least) > KEPT and least[0].fits
 
 
 @pytest.mark.parametrize("part", [0, 1])
