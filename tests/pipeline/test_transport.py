@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given, settings
 
+from stateflow.pipeline.edges import Edges
 from stateflow.pipeline.lowering import lower
 from stateflow.pipeline.policies import build_schedule
 from stateflow.pipeline.progress import Progress
@@ -81,3 +85,17 @@ def test_a_pool_hands_out_what_came_back_and_forgets_it_when_cleared():
     pool.clear()
     assert pool.num_live == 0 and pool.take((2, 3), torch.float32) is not first
     assert second is not first
+
+
+def test_channels_follow_the_timeout_of_the_group():
+    told = []
+    options = SimpleNamespace(_timeout=timedelta(seconds=9))
+    edges = object.__new__(Edges)  # none of its connections
+    edges._backend, edges._timeout = SimpleNamespace(options=options), options._timeout
+    edges._channels = {edge: SimpleNamespace(_set_default_timeout=told.append) for edge in ((0, 1), (1, 0))}
+    edges.follow_timeout()
+    assert not told
+    options._timeout = timedelta(seconds=3)
+    for _ in range(2):
+        edges.follow_timeout()
+    assert told == [timedelta(seconds=3)] * 2

@@ -15,11 +15,12 @@ from stateflow.loss import cross_entropy_sum
 from stateflow.model import LanguageModel, count_parameters, flops_per_token
 from stateflow.pipeline.accounting import held_bytes
 from stateflow.pipeline.lowering import lower
+from stateflow.pipeline.policies import build_schedule
 from stateflow.pipeline.schedule import Action, Kind
 from stateflow.pipeline.simulator import Link, simulate
 from stateflow.pipeline.split import split_model
 from stateflow.pipeline.stage import ChunkStage
-from stateflow.planning.analytic import Analytic, best_cell
+from stateflow.planning.analytic import Analytic, Cell, best_cell
 from stateflow.planning.costs import layer_cost, stage_costs, static_bytes
 from stateflow.planning.devices import DEVICES, device_named
 from stateflow.planning.job import Job
@@ -51,6 +52,9 @@ def test_flops_of_a_sequence_are_those_of_the_model(flavor):
         for stage in stages
     )
     assert total == pytest.approx(seq_len * flops_per_token(config, seq_len), rel=1e-12)
+    # And of a chunk they are those by which [stateflow] skew cuts.
+    of_chunk = [(*stage.forward_flops(3000, 96).values(), *stage.backward_flops(3000, 96).values()) for stage in stages]
+    assert sum(map(sum, of_chunk)) == pytest.approx(chunk_cost(config, seq_len).cost(3000, 96), rel=1e-12)
     assert sum(stage.parameters for stage in stages) == count_parameters(config)
 
 
@@ -272,6 +276,16 @@ def test_messages_take_time_and_stages_belong_to_the_ranks_of_the_schedule():
     units = [max(during for during, _ in row) for row in held]
     expected = (static[0] + static[3] + units[0], static[1] + static[2] + units[1])
     assert analytic.peak_bytes(schedule, plan) == expected  # although the job's policy places them in a loop
+
+
+def test_orders_are_the_jobs_and_of_equal_cells_the_simplest_is_best():
+    config = dataclasses.replace(FLAVORS["tiny"], num_layers=8)
+    job = dataclasses.replace(make_job(config, num_ranks=8, recompute="full", weight_lag=1), num_ranks=4)
+    analytic = Analytic(job, DEVICES["cpu"])
+    for policy, lag in (("1f1b", None), ("zero_bubble", 1)):  # with two stages a rank both would be others
+        assert analytic.schedule(policy, 4) == build_schedule(policy, 4, 2, 4, 2, lag, recomputed=True)
+    cells = [Cell(n, skew, "1f1b", step_time=1.0, fits=True) for n, skew in ((4, 0.0), (2, 0.5), (2, 0.25), (6, 0.0))]
+    assert best_cell(cells) is cells[2]
 
 
 def test_overhead_of_chunks_is_what_whole_sequences_would_not_take():

@@ -108,7 +108,11 @@ def test_parquet_streams_and_validation(tmp_path):
     first = next(iter(loader_of(config)))[0]
     config.validation.dataset, config.validation.steps = config.training.dataset, 2
     config.validation.local_batch_size, config.validation.seq_len = 2, 16
+    data.valid_tokens.take()
     validated = next(iter(validator_of(config).validation_dataloader))[0]
+    assert data.valid_tokens.take() == 0, "of training only"
+    config.validation.steps = -1
+    assert 0 < len(list(itertools.islice(validator_of(config).validation_dataloader, 1000))) < 1000, "to the end, once"
     assert torch.equal(first["input"], validated["input"])
     assert torch.equal(first["document_ids"], validated["document_ids"])
 
