@@ -160,6 +160,9 @@ def test_a_stage_is_counted_once_a_sequence_and_works_in_logits_and_a_layer():
                 assert getattr(three.footprint, field.name) == 3 * value > 0, field.name
         again = one.footprint.backward_bytes_per_token - one.footprint.forward_bytes_per_token
         assert again == max(layer.saved_bytes for layer in one.layers)  # of the layer that is computed again
+    assert [job.message_bytes(5) for job in jobs] == [5 * config.dim * 4, 3 * 5 * config.dim * 4]
+    every_second = dataclasses.replace(jobs[0], recompute="selective", recompute_every=2)
+    assert [every_second.recomputes(n) for n in range(5)] == [False, True, False, True, False]
     logits, head = 64 * config.vocab_size * 4, config.vocab_size * config.dim * 4
     assert first.footprint.working_bytes == 0 and last.footprint.working_bytes == 2 * logits + head
 

@@ -64,6 +64,7 @@ def test_a_surface_does_not_smooth_a_corner():
     surface = CostSurface([(0, n, max(1.0, n / 256)) for n in (64, 128, 256, 512, 1024)])
     for length in range(64, 1025, 16):
         assert surface.seconds(0, length) == pytest.approx(max(1.0, length / 256), rel=1e-9)
+    assert CostSurface([(0, 64, 1.0), (0, 128, 10.0)]).seconds(0, 16) == 0  # and none below it
     with pytest.raises(ValueError, match=r"lengths \[64\] only; two are the least"):
         CostSurface([(0, 64, 1.0)])
 
