@@ -200,6 +200,7 @@ def test_an_update_that_needs_no_gradient_may_be_handed_one():
     x, results = torch.randn(1, 3, 12, dtype=torch.float64), []
     for block in (layer, plain):
         block.mixer.wk.weight.requires_grad_(False)
+        block.mixer_norm.weight.requires_grad_(False)
         state = [torch.linspace(0, 1, 2 * math.prod(spec.shape), dtype=torch.float64).view(1, 2, *spec.shape)
                  .requires_grad_() for spec in layer.mixer.state_spec(torch.float64)]  # fmt: skip
         y, (k, _) = block(x, tuple(state), None)
