@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from stateflow.loss import cross_entropy_sum, reference_cross_entropy
 from stateflow.model import LanguageModel, ModelConfig, count_parameters, flops_per_token, logits
+from stateflow.pipeline.split import split_model
 from tests.recurrence.op_testing import assert_close, assert_same_bits, documents
 
 CONFIG = ModelConfig(
@@ -288,3 +289,14 @@ def test_initial_distributions_of_mamba3():
     assert all((w[f"dynamics.{name}"] == 1).all() for name in ("B_norm", "C_norm", "B_bias", "C_bias", "D"))
     assert w["x_proj.weight"].std().item() == pytest.approx(0.3, rel=0.1)
     assert w["out_proj.weight"].std().item() == pytest.approx(0.3 / math.sqrt(6), rel=0.1)
+
+
+def test_earlier_parts_take_what_does_not_come_out_even():
+    config = ModelConfig(dim=8, num_layers=5, pattern=["gdn"], num_heads=1, head_k_dim=4, head_v_dim=4, ffn_dim=8)
+    parts = split_model(LanguageModel(config), 3)
+    assert [list(part.layers) for part in parts] == [["0", "1"], ["2", "3"], ["4"]]
+    assert [[part.tok_embeddings is None, part.norm is None, part.output is None] for part in parts] == [
+        [False, True, True], [True, True, True], [True, False, False]
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="num_stages = 6 does not fit 5 layers; use 1 to 5"):
+        split_model(LanguageModel(config), 6)

@@ -200,6 +200,7 @@ def count_memory(rank, group, *, microbatches, steps, **case):
 @pytest.mark.parametrize("per_rank", [1, 2])
 def test_buffers_are_flat_over_steps_and_do_not_grow_with_the_microbatches(workers, per_rank):
     case = dict(kinds=["gdn", "attention"] * per_rank, lengths=[3, 3, 3], per_rank=per_rank)
+    case["policy"] = "1f1b" if per_rank == 1 else "v_shape"  # with two stages that hand over to each other
     few = workers.run(count_memory, 2, microbatches=3, steps=20, **case)
     many = workers.run(count_memory, 2, microbatches=12, steps=2, **case)
     for (usage_few, history_few, live_few, _), (usage_many, history_many, live_many, left) in zip(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
 from hypothesis import given, settings
 
+from stateflow.chunks import ChunkPlan
 from stateflow.pipeline.edges import Edges
 from stateflow.pipeline.lowering import lower
 from stateflow.pipeline.policies import build_schedule
 from stateflow.pipeline.progress import Progress
+from stateflow.pipeline.runtime import StateFlowStage
 from stateflow.pipeline.schedule import Kind
 from stateflow.pipeline.transport import BufferPool, SendLedger, arrival_proofs
 from tests.pipeline.test_policies import cases
@@ -99,3 +102,48 @@ def test_channels_follow_the_timeout_of_the_group():
     for _ in range(2):
         edges.follow_timeout()
     assert told == [timedelta(seconds=3)] * 2
+
+
+class Middle(SimpleNamespace):
+    """What the methods of a ``StateFlowStage`` between two others use, without a process group."""
+
+    _forward, _backward = StateFlowStage._forward, StateFlowStage._backward
+    _zero_gradient = StateFlowStage._zero_gradient
+    clear_runtime_states = StateFlowStage.clear_runtime_states
+
+    def __init__(self, **changes):
+        super().__init__(
+            is_first=False, is_last=False, stage_index=1, group_rank=1, stage_index_to_group_rank={0: 0, 1: 1, 2: 2},
+            plan=ChunkPlan((0, 3)), microbatch_size=1, hidden_size=2, activation_dtype=torch.float64, loss_scale=1.0,
+            device=torch.device("cpu"), _activations={}, _gradients={}, _buffers={}, _receives={}, _outbox={},
+            unit_outputs={}, output_chunks=[], pool=BufferPool(torch.device("cpu")), ledger=SendLedger(Progress(0)),
+            _unit=lambda u: (0, u), _await=lambda *_: None, _timed=lambda *_: nullcontext(), _engine=None,
+            _check_activation=lambda *_: None, _release=lambda *_: None, _cast_deferred_gradients=lambda: None,
+        )  # fmt: skip
+        vars(self).update(changes)
+
+
+def test_a_part_without_layers_sends_no_buffer_that_is_given_back():
+    x = torch.randn(1, 3, 2)
+    units = SimpleNamespace(forward=lambda microbatch, chunk, x, training: x.detach())
+    for training in (False, True):
+        stage = Middle(units=units, _activations={0: x}, has_backward=training)
+        stage._forward(0, (), {})
+        sent = stage._outbox["F", 0]
+        assert torch.equal(sent, x) and (sent.data_ptr() == x.data_ptr()) == training  # in training kept until B
+
+
+def test_a_part_that_does_not_depend_on_its_input_sends_zeros_back():
+    units = SimpleNamespace(backward=lambda *args, **options: None)
+    stage = Middle(units=units, _gradients={0: torch.ones(1, 3, 2)})
+    stage._backward(Kind.B, 0, False)
+    assert torch.equal(stage._outbox["B", 0], torch.zeros(1, 3, 2, dtype=torch.float64))
+
+
+def test_what_a_step_that_raised_had_under_way_is_forgotten():
+    units = SimpleNamespace(_units={}, reset=lambda: None)
+    stage = Middle(units=units)
+    stage._buffers["F", 0] = stage.pool.take((1, 3, 2), torch.float32)
+    stage.ledger.post("message", torch.zeros(2), 2, lambda *_: ())
+    stage.clear_runtime_states()
+    assert stage.pool.num_live == 0 and not stage._buffers and not stage.ledger.progress.pending()

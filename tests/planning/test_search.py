@@ -141,8 +141,10 @@ def test_memory_is_a_hard_limit():
     assert [c.fits for c in tight] == sorted((c.fits for c in tight), reverse=True)
     assert tight[0].step_time == min(c.step_time for c in tight if c.fits)
     # However many faster ones do not fit.
-    least = search([(Measured(job, DEVICES["cpu"], memory_limit=peaks[0]).use([profile] * 2), ["1f1b"])]).candidates
-    assert sum(not c.fits for c in least) > KEPT and least[0].fits
+    profile = profile_of(lambda s, n: 1000.0 + n, 256)
+    limit = max(limited.peak_bytes(limited.schedule("1f1b", 32), job.plan(32, 0.0)))
+    least = search([(Measured(job, DEVICES["cpu"], memory_limit=limit).use([profile] * 2), ["1f1b"])]).candidates
+    assert sum(not c.fits for c in least) > KEPT and least[0].fits and least[0].plan.num_chunks > 2
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -181,6 +183,13 @@ def test_profiling_resumes_and_respects_its_budget(tmp_path):
     (tmp_path / "cache.json").write_text("{")
     with pytest.raises(ValueError, match="not readable as JSON; delete it"):
         Cache(tmp_path / "cache.json")
+
+
+def test_a_share_of_a_budget_began_with_it():
+    budget = Budget(10.0)
+    budget.begin -= 6.0
+    assert budget.share(0.5).spent and not budget.spent and 3.0 < budget.share(0.95).left < 3.6
+    assert Budget(None).share(0.5).left is None
 
 
 def test_a_disturbed_point_is_measured_again(tmp_path):
