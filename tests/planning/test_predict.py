@@ -121,6 +121,13 @@ def test_a_cache_says_what_it_holds(tmp_path):
     profiles, where = measured_stages(Cache(tmp_path / "cache.json"), facts)
     assert where == "NVIDIA H200, torch 2.11" and set(profiles) == set(profiles_on(2))
     assert all(len(profile.points) == 7 for profile in profiles.values())
+    # Where all stages are measured; of equals one and the same.
+    cache = cache_of(tmp_path / "cache.json", device="NVIDIA A100")
+    (which, profile), *_ = profiles_on(2).items()
+    cache.describe("one stage", {**key_facts(config, job, which, False), "device": "Z", "torch": "3"})
+    for point in profile.points:
+        cache.put("one stage", point)
+    assert measured_stages(Cache(tmp_path / "cache.json"), facts)[1] == "NVIDIA H200, torch 2.11"
 
 
 def test_plan_keeps_in_words_what_it_measures(tmp_path):

@@ -358,4 +358,8 @@ def test_a_plan_stays_one_for_a_model_that_is_computed_in_another_way():
     model = ModelConfig()
     for changes in (dict(backend="chunk"), dict(exact_order=False), dict(overlap_projections="on")):
         assert model_digest(dataclasses.replace(model, **changes)) == model_digest(model)
-    assert model_digest(dataclasses.replace(model, dim=512)) != model_digest(model)
+    sizes = [f.name for f in dataclasses.fields(model) if type(getattr(model, f.name)) is int]
+    assert len(sizes) >= 15
+    for name in sizes:
+        assert model_digest(dataclasses.replace(model, **{name: 2 * getattr(model, name)})) != model_digest(model), name
+    assert model_digest(dataclasses.replace(model, pattern=["gdn"])) != model_digest(model)
