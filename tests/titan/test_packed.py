@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,6 +202,29 @@ def test_every_gradient_with_columns(titan, sources, args):
     world_size = 4 if args and "shard" in args[0] else 2
     for difference, name in titan.verify(world_size, PP2, source, "--stateflow.num-chunks=5", *args):
         assert difference <= 1e-10, (name, difference)
+
+
+@pytest.mark.parametrize(
+    ("marks", "starts"),
+    [
+        (dict(bos_id=256, eos_id=257), [0, 0, 2, 3, 3, 5]),
+        (dict(bos_id=256), [0, 0, 0, 3, 3, 3]),
+        (dict(eos_id=257), [0, 0, 2, 2, 2, 5]),
+        ({}, [0] * 6),
+    ],
+)
+def test_documents_begin_at_bos_and_behind_eos(marks, starts):
+    from stateflow.titan.flavors import resolve_model
+    from tests.titan import harness
+
+    tokens, tokenizer = torch.tensor([[97, 257, 98, 256, 257, 99]]), SimpleNamespace(**marks)
+    model = TitanModel(resolve_model(harness.parse([])))
+    assert model.get_attention_masks(tokens, tokenizer).tolist() == [starts]
+    ids = {"document_ids": torch.tensor([[4, 4, 4, 4, 5, 5]])}
+    assert model.get_attention_masks(tokens, tokenizer, ids).tolist() == [[0, 0, 0, 0, 4, 4]]  # which decide alone
+    model = TitanModel(resolve_model(harness.parse(["--stateflow.no-reset-at-documents"])))
+    with pytest.raises(TypeError, match="reset_at_documents is off"):
+        model.get_attention_masks(tokens, tokenizer)
 
 
 def test_rope_reset_reaches_the_model():
