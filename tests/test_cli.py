@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -75,11 +76,17 @@ def test_a_wrong_override_is_one_line_without_a_box(overrides, message, capsys):
     ("old", "new", "message"),
     [
         ("[job]", "[job", "{}: no TOML: Expected ']' at the end of a table declaration (at line "),
-        ("lr = 2e-3", 'lr = "fast"', "[optimizer] lr = 'fast' is of type str, it must be float"),
+        ("lr = 2e-3", 'lr = "fast"', "[optimizer] lr = 'fast' must be a number"),
+        ("lr = 2e-3", "lr = true", "[optimizer] lr = True must be a number"),
+        ("[job]", "compile = true\n[job]", "compile = True must be a table: write [compile], and its keys below"),
+        ("interval = 20", "exclude_from_loading = 'data'", "[checkpoint] exclude_from_loading = 'data' must be a list"),
+        ('mode = "none"', 'mode = "Full"', "[activation_checkpoint] mode = 'Full' must be one of 'selective', 'full',"),
+        ("steps = 8", "steps = 0", "validation steps must be positive or -1"),
         ("steps = 40", 'steps = "many"', "[training] steps = 'many' must be a whole number"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path, old, new, message, capsys, recwarn):
+    warnings.simplefilter("ignore")  # as PYTHONWARNINGS does: no refusal may come from a warning
     config = tmp_path / "train.toml"
     config.write_text(DEMO.read_text().replace(old, new))
     assert main(["train", str(config)]) == 2
@@ -88,10 +95,40 @@ def test_a_wrong_file_is_one_line(tmp_path, old, new, message, capsys, recwarn):
     assert not recwarn.list
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path, capsys):
+    config = tmp_path / "train.toml"
+    config.write_text(DEMO.read_text(), encoding="utf-16")
+    assert main(["train", str(config)]) == 2
+    assert capsys.readouterr().err.startswith(f"stateflow: {config}: no TOML: 'utf-8' codec can't decode")
+
+
 def test_a_whole_number_for_a_fraction_is_fine(tmp_path):
     config = tmp_path / "train.toml"
     config.write_text(DEMO.read_text().replace("lr = 2e-3", "lr = 1"))
     assert parse_config(["--job.config_file", str(config)]).optimizer.lr == 1
+
+
+def test_one_run_at_a_time_saves_into_a_folder(tmp_path, monkeypatch, capsys):
+    """Else files of both would be in one checkpoint, which loads without a complaint."""
+    inner = []
+
+    def run(*args, **kwargs):  # in place of torchrun: a second run while the first one has not ended
+        if not inner:
+            inner.append(None)
+            inner[0] = main(["train", str(DEMO), f"--job.dump_folder={tmp_path}/new"])
+        return 1
+
+    monkeypatch.setattr(cli, "torchrun", run)
+    assert main(["train", str(DEMO), f"--job.dump_folder={tmp_path}/new"]) == 1  # as `run` says
+    assert inner == [2] and f"another stateflow train saves into {tmp_path}/new/checkpoint" in capsys.readouterr().err
+    assert main(["train", str(DEMO), f"--job.dump_folder={tmp_path}/new"]) == 1, "the lock is gone"
+    assert not (tmp_path / "new" / "checkpoint").exists(), "it would make torchtitan ignore initial_load_path"
+
+
+def test_a_folder_that_cannot_be(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["train", str(DEMO), f"--job.dump_folder={tmp_path}/file"]) == 2
+    assert "dump_folder = " in capsys.readouterr().err
 
 
 def test_too_few_processes_or_steps(capsys):
@@ -147,6 +184,21 @@ def test_what_hidden_ranks_report_is_shown_at_the_end(monkeypatch, capsys):
     monkeypatch.setattr(cli, "run_to_its_end", run)
     assert cli.torchrun(3, "torchtitan.train", [], log_rank=1) == 7
     assert capsys.readouterr().err == "report of 0\nreport of 2\n"
+
+
+def test_of_ranks_without_a_report_is_shown_where_they_were(monkeypatch, capsys):
+    def run(command, env):
+        for name in ("0.txt", "0.last", "1.last", "2.last"):
+            (Path(env[cli.REPORTS]) / f"rank_{name}").write_text(f"{name}\n")
+        return status
+
+    monkeypatch.setattr(cli, "run_to_its_end", run)
+    status = 1
+    assert cli.torchrun(3, "torchtitan.train", [], log_rank=1) == 1
+    assert capsys.readouterr().err == "0.txt\n1.last\n2.last\n"
+    status = 0
+    assert cli.torchrun(3, "torchtitan.train", [], log_rank=0) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("command", [["train"], ["verify"], ["simulate"], ["plan", "--analytic"]])

@@ -30,7 +30,7 @@ from typing import Any
 
 from stateflow import commands as more_commands
 from stateflow.faults import FAULTS
-from stateflow.launch import REPORTS, run_to_its_end
+from stateflow.launch import REPORTS, only_one, run_to_its_end
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 
@@ -120,20 +120,17 @@ def parse_config(titan_args: Sequence[str]):
     said = io.StringIO()
     logging.disable(logging.ERROR)  # torchtitan's remarks come again, from the run itself
     try:
-        with contextlib.redirect_stderr(said), warnings.catch_warnings(record=True) as warned:
-            config = ConfigManager().parse_args(list(titan_args))
+        with contextlib.redirect_stderr(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of types: check_types has refused what matters
+            return ConfigManager().parse_args(list(titan_args))
+    except AssertionError as error:  # torchtitan's own checks
+        raise ValueError(str(error)) from None
     except SystemExit as leaving:
         if leaving.code != 2:  # --help
             raise
         raise ValueError(_parser_complaint(said.getvalue())) from None
     finally:
         logging.disable(logging.NOTSET)
-    # The parser only warns of a value of the wrong type and goes on with it. Keys that ``validate`` knows are refused
-    # above in better words.
-    complaints = filter(None, (_type_complaint(str(warning.message)) for warning in warned))
-    for complaint in complaints:
-        raise ValueError(complaint)
-    return config
 
 
 def _parser_complaint(box: str) -> str:
@@ -162,23 +159,9 @@ def _parser_complaint(box: str) -> str:
     return f"unknown option {option}; {hint}"
 
 
-def _type_complaint(warning: str) -> str | None:
-    """The parser's warning of a type as one line; None for other warnings, and for a whole number as a fraction."""
-    pattern = r"field `([\w.]+)` is annotated with type `(.*?)`, but the default value `(.*?)` has type `(.*?)`"
-    found = re.search(pattern, " ".join(warning.split()))
-    if found is None:
-        return None
-    key, wanted, value, has = found.groups()
-    names = [re.sub(r"<class '(.*)'>", r"\1", name) for name in (wanted, has)]
-    if names == ["float", "int"]:
-        return None
-    section, _, key = key.rpartition(".")
-    return f"[{section}] {key} = {value!r} is of type {names[1]}, it must be {names[0]}"
-
-
 def _one_sentence(error: Exception, config: Path) -> str:
     """torchtitan's complaint about unknown keys names a class and a script that is not here: say it with the file."""
-    if isinstance(error, tomllib.TOMLDecodeError):
+    if isinstance(error, tomllib.TOMLDecodeError | UnicodeDecodeError):
         return f"{config}: no TOML: {error}"
     if not str(error).startswith("Invalid field names"):
         return str(error)
@@ -247,7 +230,7 @@ def world_size(config) -> int:
 def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) -> int:
     """Runs ``module`` in ``nproc`` processes of this machine, shows the log of one, and returns the exit status.
 
-    What the others had to report when a peer was gone is shown at the end.
+    What the others had to report when a peer was gone is shown at the end, or where they were last seen.
     """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
@@ -257,8 +240,11 @@ def torchrun(nproc: int, module: str, args: Sequence[str], log_rank: int = 0) ->
     env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "LOG_RANK": str(log_rank), **os.environ}
     with tempfile.TemporaryDirectory() as reports:
         status = run_to_its_end(command, env={**env, REPORTS: reports})
-        for path in sorted(Path(reports).iterdir()):
+        for path in sorted(Path(reports).glob("*.txt")):
             if path.name != f"rank_{log_rank}.txt":
+                print(path.read_text(), end="", file=sys.stderr)
+        for path in sorted(Path(reports).glob("*.last")) if status else ():
+            if not path.with_suffix(".txt").exists():
                 print(path.read_text(), end="", file=sys.stderr)
     return status
 
@@ -267,10 +253,17 @@ def _processes(options, config) -> int:
     """How many to start.  ValueError where the config's degrees or kernels cannot be had on this machine."""
     import torch
 
+    from stateflow.titan.shared_gpus import VARIABLE, devices_missing
+
     needed = world_size(config)
     nproc = options.nproc or needed
     if nproc % needed:
         raise ValueError(f"--nproc {nproc}: the config's parallel degrees need {needed} processes, or a multiple")
+    if torch.cuda.is_available() and (missing := devices_missing(nproc)):
+        raise ValueError(
+            f"{missing}; lower the degrees in [parallelism], start torchrun on several machines, take the CPU with "
+            f"CUDA_VISIBLE_DEVICES= in front, or try it out with {VARIABLE}=1, where ranks take turns on a GPU"
+        )
     interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
     if config.stateflow.kernels == "triton" and not torch.cuda.is_available() and not interpreted:
         raise ValueError('[stateflow] kernels = "triton" needs a GPU, and there is none here; set it to "auto"')
@@ -286,12 +279,35 @@ def _train(options, config, titan_args: Sequence[str], overrides: Sequence[str])
     # What every rank would find out, each with a traceback: now that their number is known.
     check_resume(config, nproc)
     open_local(config)
-    status = torchrun(nproc, "torchtitan.train", titan_args, log_rank=loss_rank(config, nproc))
+    with _alone_in_its_folder(config):
+        status = torchrun(nproc, "torchtitan.train", titan_args, log_rank=loss_rank(config, nproc))
     if status == 0:
         from stateflow.titan.report import summarize
 
         print(summarize(config.job.dump_folder, config, nproc, overrides, options.nproc))
     return status
+
+
+@contextlib.contextmanager
+def _alone_in_its_folder(config) -> Iterator[None]:
+    """Two runs that save into one folder would mix their weights in one checkpoint."""
+    if not config.checkpoint.enable:
+        yield
+        return
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    # Beside the folder: one that exists makes torchtitan ignore initial_load_path.
+    lock = only_one(folder.with_name(f"{folder.name}.lock"))
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except BlockingIOError:
+            raise ValueError(
+                f"another stateflow train saves into {folder}: wait for its end, or give this run another [job] "
+                "dump_folder or [checkpoint] folder"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"[job] dump_folder = {config.job.dump_folder!r} cannot be written: {error}") from None
+        yield
 
 
 def _doctor(options, unknown: Sequence[str]) -> int:

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 GRACE_SECONDS = 30.0
 WATCH_SECONDS = 0.2
 REPORTS = "STATEFLOW_REPORTS"  # environment: a folder for the last words of processes, of which torchrun shows one's
+
+
+@contextlib.contextmanager
+def only_one(file: Path) -> Iterator[None]:
+    """Holds a lock on ``file``, which stays; the system lets go of it when this process ends, however it does.
+
+    Raises BlockingIOError where another process holds it.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 def end_with_parent() -> None:

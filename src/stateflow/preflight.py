@@ -63,6 +63,7 @@ def check_config(path: Path, overrides: Sequence[str]) -> list[Finding]:
     """The TOML, the plan, the devices that it needs, and its predicted memory."""
     from stateflow.cli import world_size
     from stateflow.commands import read_config
+    from stateflow.titan import shared_gpus
 
     if not path.is_file():
         return [Finding(f"{path} is not there", "give the path of a train.toml", fatal=True)]
@@ -74,7 +75,10 @@ def check_config(path: Path, overrides: Sequence[str]) -> list[Finding]:
     needed = world_size(config)
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if have and needed > have:
-        advice = f"start torchrun on {-(-needed // have)} such machines, or lower the degrees in [parallelism]"
+        advice = (
+            f"start torchrun on {-(-needed // have)} such machines, lower the degrees in [parallelism], or try it out "
+            f"with {shared_gpus.VARIABLE}=1"
+        )
         findings.append(Finding(f"it needs {needed} GPUs, this machine has {have}", advice))
     elif not have:
         cores = os.cpu_count() or 1

@@ -20,6 +20,7 @@ from stateflow.pipeline.runtime import ScheduleStateFlow, StateFlowStage
 from stateflow.pipeline.split import split_model
 from stateflow.pipeline.watchdog import report_termination
 from tests import cases
+from tests.shared_gpu import gpu_of
 
 PLAN = ChunkPlan.explicit(8, [4, 4])
 MICROBATCHES, DIM = 3, 12
@@ -27,9 +28,7 @@ TIMEOUTS = {"gloo": 3.0, "nccl": 15.0}
 
 
 def main(backend: str, rank: int, store: str, victim: int, signal_name: str, action_text: str, *options: str) -> None:
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = gpu_of(rank) if backend == "nccl" else torch.device("cpu")
     torch.set_num_threads(1)
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=120)

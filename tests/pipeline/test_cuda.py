@@ -23,6 +23,7 @@ from stateflow.working_weights import WorkingWeights
 from tests import cases
 from tests.pipeline.failing_rank import TIMEOUTS
 from tests.pipeline.test_failures import AWAITS_GRADIENT, check_sigterm, start, survive
+from tests.shared_gpu import gpu_of
 
 pytestmark = pytest.mark.gpu
 
@@ -63,10 +64,13 @@ def wide_model() -> LanguageModel:
     return model
 
 
+# Where ranks share a GPU, NCCL aborts a survivor as soon as the socket to the other is closed, and 800 steps take long.
+a_gpu_each = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
 def stress_worker(rank: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
     dist.init_process_group("nccl", device_id=device)
     part = split_model(wide_model(), 2)[rank]
     stage = StateFlowStage(part, rank, 2, device, STRESS_PLAN, microbatch_size=1, hidden_size=WIDE.dim)
@@ -88,7 +92,6 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_pooled_buffers_over_nccl_give_the_single_gpu_gradients(tmp_path):
     mp.spawn(stress_worker, args=(free_port(), str(tmp_path)), nprocs=2)
     (first, buffers), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
@@ -147,16 +150,15 @@ def long_run_worker(rank: int, port: int, folder: str) -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
     dist.init_process_group("nccl", device_id=device)
     runs = [train(rank, device, LayerGraphs(CudaRecorder()) if graphs else None) for graphs in (0, 0, 1, 1)]
     torch.save(runs, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
+@a_gpu_each
 @pytest.mark.timeout(280)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_long_runs_over_nccl_are_equal_to_the_bit_and_memory_stays(tmp_path):
     """Mixed precision, recomputation, with and without CUDA graphs; two runs of each."""
     mp.spawn(long_run_worker, args=(free_port(), str(tmp_path)), nprocs=2)
@@ -173,7 +175,7 @@ def test_long_runs_over_nccl_are_equal_to_the_bit_and_memory_stays(tmp_path):
                 assert (torch.stack(recorded[0]) - torch.stack(first[0])).abs().max() <= 1e-2 * first[0][0]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@a_gpu_each
 @pytest.mark.parametrize(
     ("victim", "action", "awaited"),
     [
@@ -187,11 +189,11 @@ def test_a_lost_rank_ends_the_other_over_nccl(tmp_path, signal_name, victim, act
     processes = start("nccl", tmp_path, victim, signal_name, action)
     status, errors, seconds = survive(processes, victim)
     assert status == 1, errors
-    assert f"StateFlow: rank {1 - victim}, {awaited}: no progress for " in errors
+    assert f"StateFlow: rank {1 - victim}, {awaited}: " in errors
     # The step before is through, and the process ends a little before NCCL's own watchdog would abort it.
     assert 0.5 * TIMEOUTS["nccl"] <= seconds <= TIMEOUTS["nccl"] + 5.0
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@a_gpu_each
 def test_sigterm_tells_the_place_over_nccl(tmp_path):
     check_sigterm(start("nccl", tmp_path, 1, "SIGSTOP", "1F0.1", "sigterm"), 3.0)

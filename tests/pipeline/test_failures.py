@@ -100,8 +100,9 @@ class Mark:
 class Asynchronous:
     """A rank whose host runs ahead of its device, and the watchdog's answers."""
 
-    def __init__(self, timeout: float = 10.0):
-        self.progress = Progress(0, lambda: timeout, Mark)
+    def __init__(self, timeout: float = 10.0, asked: float = 0.0):
+        self.asked = asked  # when everything was given to the device
+        self.progress = Progress(0, lambda: timeout, Mark, clock=lambda: self.asked)
         self.reports: list[str] = []
         self.watchdog = Watchdog(self.progress, torch.device("cpu"), self.reports.append)
         with self.progress.step():
@@ -115,7 +116,7 @@ class Asynchronous:
 
 
 def test_the_watchdog_names_what_the_device_waits_for_not_where_the_host_is():
-    rank = Asynchronous()
+    rank = Asynchronous(asked=8.0)
     rank.look(0.0)
     for mark in list(rank.progress.marks)[:2]:
         mark[1].done = True
@@ -130,6 +131,22 @@ def test_the_watchdog_names_what_the_device_waits_for_not_where_the_host_is():
     )
 
 
+def test_the_watchdog_counts_from_when_a_message_was_asked_for_as_nccl_does():
+    """Otherwise a rank with work of its own after that is aborted by NCCL, which names no action."""
+    rank = Asynchronous(asked=0.0)
+    for now in (6.0, 8.0):  # the first message and what follows are there only now
+        rank.progress.marks[0].event.done = True
+        rank.look(now)
+    rank.look(10 * EARLY - 0.1)
+    assert not rank.reports
+    rank.look(10 * EARLY + 0.1)
+    assert len(rank.reports) == 1
+    assert rank.reports[0].startswith(
+        "StateFlow: rank 0, stage 0, backward of microbatch 0, chunk 1 (0B0.1), waits for the gradient of "
+        "microbatch 0, chunk 1 from stage 1 on rank 1: still not there 9.1 s after it was asked for"
+    )
+
+
 def test_the_watchdog_leaves_a_long_computation_alone(capsys):
     rank = Asynchronous()
     rank.progress.marks.popleft()[1].done = True  # the first message has come
@@ -141,7 +158,7 @@ def test_the_watchdog_leaves_a_long_computation_alone(capsys):
 
 
 def test_the_watchdog_is_quiet_while_there_is_progress_or_nothing_to_do():
-    rank = Asynchronous()
+    rank = Asynchronous(asked=20.0)
     rank.look(0.0)
     for now in range(8, 40, 8):
         rank.progress.marks[0][1].done = True
@@ -217,3 +234,35 @@ def test_other_errors_get_a_note_of_the_place_and_peers_errors_a_report(tmp_path
     assert "failed" in own_fault.value.__notes__[0]
     assert str(caught.value) in capsys.readouterr().err
     assert (tmp_path / "rank_3.txt").read_text() == f"{caught.value}\n"
+
+
+def test_a_process_that_ends_abruptly_leaves_its_place(tmp_path, monkeypatch):
+    """Where the device is, as long as a step lasts; nothing where an error tells."""
+    monkeypatch.setenv(watchdog.publish.__globals__["REPORTS"], str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    path = tmp_path / "rank_3.last"
+    rank = Asynchronous(timeout=0.2)
+    rank.watchdog.start()
+
+    def soon(condition) -> bool:
+        end = time.monotonic() + LIMIT
+        while not (held := condition()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return held
+
+    def place() -> str:
+        return path.read_text() if path.exists() else ""
+
+    what = "StateFlow: rank 0, stage 0, backward of microbatch 0, chunk {0} (0B0.{0}), waits for the gradient of "
+    ended = ": its process ended without a word; last seen here\n"
+    assert soon(lambda: place().startswith(what.format(0)) and place().endswith(ended))
+    for mark in list(rank.progress.marks)[:2]:
+        mark[1].done = True
+    assert soon(lambda: place().startswith(what.format(1)))
+    for mark in list(rank.progress.marks):
+        mark[1].done = True
+    assert soon(lambda: not path.exists())
+    with pytest.raises(ZeroDivisionError), rank.progress.step():
+        assert soon(path.exists)
+        raise ZeroDivisionError
+    assert soon(lambda: not path.exists())

@@ -15,6 +15,7 @@ from stateflow.boundary import SequenceWindow, own_storage
 from stateflow.chunks import ChunkPlan
 from stateflow.loss import CrossEntropySum, cross_entropy_sum
 from stateflow.pipeline.local import run_local
+from stateflow.pipeline.split import split_model
 from stateflow.pipeline.stage import UnitOrderError, run_autograd
 from tests import cases
 
@@ -247,3 +248,23 @@ def test_repeated_runs_give_the_same_bits():
     for a, b in zip(results[0][0], results[1][0], strict=True):
         assert torch.equal(a, b)
     assert all(torch.equal(g, results[1][1][name]) for name, g in results[0][1].items())
+
+
+@pytest.mark.parametrize("tied", ["embedding and head", "a layer"])
+def test_parts_cannot_share_weights(tied):
+    """Each part would train a copy of its own, silently; in one part they may be tied."""
+    model = cases.make_model(["gdn", "gdn"])
+    if tied == "a layer":
+        model.layers["1"] = model.layers["0"]
+    else:
+        model.output.weight = model.tok_embeddings.weight
+    with pytest.raises(ValueError, match="are one parameter, and parts cannot share weights"):
+        split_model(model, 2)
+    plan = ChunkPlan.explicit(6, [4, 2])
+    tokens, labels = cases.make_batch(1, 6, seed=3)
+    (stage,) = cases.make_stages(model, 1, plan)
+    run_local(cases.schedule_of("1f1b", 1, 1, plan), [stage], plan, tokens, labels)
+    cases.reference_cross_entropy(model(tokens), labels).backward()
+    assert cases.largest_difference(
+        cases.gradients_of([stage]), {name: p.grad for name, p in model.named_parameters()}
+    )[0] < 1e-10

@@ -197,7 +197,7 @@ def test_rows_that_cannot_be_measured(capsys, monkeypatch):
     assert "failed: RuntimeError: broken" in text and "CPU: " in text
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert main(call) == 2
-    assert "--measure: the run needs 2 cores, here are 1; give --ranks" in capsys.readouterr().err
+    assert "--measure: the run needs 2 cores, here is 1; give --ranks" in capsys.readouterr().err
 
 
 def test_pictures_of_a_comparison(capsys, tmp_path):
@@ -227,6 +227,7 @@ def test_a_timeline_of_a_config(capsys):
         (["simulate", DEMO, "--policy", "2f2b"], "--policy 2f2b: unknown; there are 1f1b"),
         (["simulate", DEMO, "--num-chunks", "3000"], "num_chunks 3000 is more than the 2048 tokens"),
         (["simulate", DEMO, "--cost-file", "no.json"], "--cost-file no.json:"),
+        (["simulate", DEMO, "--memory", "nan"], "--memory nan: must be above 0 GiB"),
     ],
 )
 def test_wrong_calls_are_one_line(arguments, message, capsys):

@@ -315,6 +315,38 @@ def test_a_search_for_mamba3(tmp_path):
         }
 
 
+def test_what_has_one_form_on_hopper_is_compiled_but_not_searched(tmp_path):
+    class Mamba3Bench(FakeBench):
+        def check(self, plan):
+            self.checked.append(plan)
+
+        def time_forward(self, plan):
+            return self.timing(1.0)
+
+        time_backward = time_forward
+
+        def time_layer(self, plan, dim):
+            return self.timing(1.0), self.timing(1.0)
+
+    shape = Shape("mamba3", 80, 1, 128, 64, "bfloat16", 1, 8192, 32)
+    plan = mamba3_rule.default_plan(128, 64, torch.bfloat16)
+    forms = {name: replace(getattr(plan, name), specialized=True) for name in mamba3_rule.SPECIALIZED}
+    plan = replace(plan, **forms, gradient_heads=20)
+
+    def kernels_of(shape, plan):
+        bench = Mamba3Bench()
+        tune([shape], lambda _: bench, lambda _: plan, HERE, tmp_path / "t.json", 1e9, str, bench.clock)
+        return {name for _, name, _ in bench.compiled}, {name for name, _ in bench.timed}
+
+    fixed = {"both", "gradients", "out", "local_without_rows"}
+    assert kernels_of(shape, plan) == (fixed | {"scan", "scan_backward"}, {"scan", "scan_backward"})
+    assert {name for name, _ in mamba3_launches.launched(shape, plan)} == fixed | {"scan", "scan_backward"}
+    everything = (set(mamba3_launches.KERNELS),) * 2
+    assert kernels_of(shape, replace(plan, gradient_heads=0)) == everything
+    for other in (dict(batch=2), dict(num_angles=16), dict(dtype="float32")):
+        assert kernels_of(replace(shape, **other), plan) == everything
+
+
 @on_devices
 def test_the_check_finds_what_is_wrong(device, monkeypatch):
     monkeypatch.setattr("stateflow.planning.kernel_bench.CHECK_TOKENS", 70)

@@ -183,6 +183,9 @@ def test_profiling_resumes_and_respects_its_budget(tmp_path):
     (tmp_path / "cache.json").write_text("{")
     with pytest.raises(ValueError, match="not readable as JSON; delete it"):
         Cache(tmp_path / "cache.json")
+    (tmp_path / "cache.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds no measured points"):
+        Cache(tmp_path / "cache.json")
 
 
 def test_a_share_of_a_budget_began_with_it():
@@ -322,6 +325,8 @@ def test_the_lengths_to_measure_may_be_given(tmp_path, capsys):
         assert "give two or more lengths of chunks, up to the sequence's 128 tokens" + more in capsys.readouterr().err
     assert main(["plan", DEMO, *TINY, "--analytic", "--lengths", "16", "32"]) == 2
     assert "--lengths is for measuring" in capsys.readouterr().err
+    assert main(["plan", DEMO, *TINY, "--analytic", "--out", "plan.toml"]) == 2  # no file would be there
+    assert "--out is for measuring" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("constant", "quadratic"), [(0.0, 0.0), (20.0, 0.0), (5.0, 2e-3), (60.0, 2e-3), (400.0, 1e-3)])

@@ -51,11 +51,11 @@ def mamba3_inputs(
     dtype: torch.dtype = torch.float64,
     max_decay: float = 1.0,
 ) -> list[Tensor]:
-    """As `mamba3` takes them, all requiring grad; N is 2 k_dim, of which R = 1 + k_dim // 2 pairs turn.
+    """As `mamba3` takes them, all requiring grad; N is 2 k_dim or one more, of which R = 1 + k_dim // 2 pairs turn.
 
     Some heads' dd_A lie below the floor, and angles may wind around several times.
     """
-    heads, n_dim, num_angles = key_heads * repeats, 2 * k_dim, 1 + k_dim // 2
+    heads, n_dim, num_angles = key_heads * repeats, 2 * k_dim + num_tokens % 2, 1 + k_dim // 2
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype)

@@ -1,11 +1,13 @@
-"""The backward of an operation computes as its forward did, whatever autocast is on when it runs."""
+"""An operation computes in the types of its contract, and its backward as its forward did, whatever autocast is on."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from stateflow.loss import linear_cross_entropy
-from stateflow.recurrence import gated_delta_rule
+from stateflow.recurrence import gated_delta_rule, mamba3, prefix_attention
+
+from .recurrences import gated_delta_inputs, mamba3_inputs
 
 
 def loss(forward_autocast) -> tuple[Tensor, list[Tensor]]:
@@ -32,4 +34,35 @@ def test_a_backward_computes_as_its_forward_did(make, forward):
         y, inputs = make(torch.autocast("cpu", torch.bfloat16, enabled=forward))
         with torch.autocast("cpu", torch.bfloat16, enabled=backward):
             found.append(torch.autograd.grad(y, inputs))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def delta_rule_without_norm(autocast) -> tuple[Tensor, list[Tensor]]:
+    inputs = gated_delta_inputs(1, 70, 2, 1, 4, 3, dtype=torch.float32)
+    with autocast:
+        outputs = gated_delta_rule(*inputs, backend="chunk")
+    return sum(x.square().sum() for x in outputs), inputs
+
+
+def mamba3_of_float32(autocast) -> tuple[Tensor, list[Tensor]]:
+    inputs = mamba3_inputs(1, 70, 2, 1, 4, 3, dtype=torch.float32)
+    with autocast:
+        outputs = mamba3(*inputs, backend="chunk")
+    return sum(x.square().sum() for x in outputs), inputs
+
+
+def attention_of_float32(autocast) -> tuple[Tensor, list[Tensor]]:
+    inputs = [torch.randn(1, n, heads, 4, requires_grad=True) for n, heads in ((9, 4), (9, 2), (9, 2), (5, 2), (5, 2))]
+    with autocast:
+        return prefix_attention(*inputs).square().sum(), inputs
+
+
+@pytest.mark.parametrize("make", [loss, delta_rule_without_norm, mamba3_of_float32, attention_of_float32])
+def test_autocast_does_not_round_within_an_operation(make):
+    """States, scores and logits would silently have 8 bits; the gated delta rule of more than a chunk even failed."""
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        y, inputs = make(torch.autocast("cpu", torch.bfloat16, enabled=enabled))
+        found.append((y, *torch.autograd.grad(y, inputs)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

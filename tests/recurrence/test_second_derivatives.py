@@ -1,4 +1,4 @@
-"""Second derivatives: those of the definition are right; the other forms refuse them, rather than give zeros."""
+"""Second and forward-mode derivatives: those of the definition are right; other forms refuse them, not give zeros."""
 
 import pytest
 import torch
@@ -43,3 +43,21 @@ def test_other_forms_refuse_them(make, backend):
         pytest.skip("the kernels must run on the CPU")
     with pytest.raises(RuntimeError, match="differentiate twice"):
         penalty(make(backend), *make_inputs(make, torch.float32)).backward()
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_the_definition_has_forward_mode(make):
+    torch.autograd.gradcheck(make("reference"), make_inputs(make, torch.float64), check_forward_ad=True)
+
+
+@pytest.mark.parametrize("make, backend", OTHERS)
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_other_forms_refuse_forward_mode(make, backend, needs_grad):
+    if backend == "triton" and not INTERPRETED:
+        pytest.skip("the kernels must run on the CPU")
+    inputs = tuple(x.requires_grad_(needs_grad) for x in make_inputs(make, torch.float32))
+    tangents = tuple(map(torch.ones_like, inputs))
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(make(backend), inputs, tangents)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        make(backend)(torch.autograd.forward_ad.make_dual(inputs[0], tangents[0]), *inputs[1:])

@@ -151,6 +151,13 @@ def test_rows_that_do_not_fit_are_refused(tmp_path, message):
         next(iter(loader_of(config)))
 
 
+def test_rows_without_any_token_are_refused(tmp_path):
+    """They would be read again and again, for ever."""
+    source = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [], "document_ids": []}] * 3)
+    with pytest.raises(ValueError, match="has no tokens: all rows are empty"):
+        next(iter(loader_of(make_config(dataset=source))))
+
+
 def test_an_empty_row_and_a_row_without_marks():
     assert packed.documents_of_row({"input_ids": [], "document_ids": []}) == []
     assert packed.documents_of_row({"input_ids": [], "cu_seqlens": [0]}) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,10 @@ REFUSED = {
     "--parallelism.data_parallel_shard_degree=4": ["this run has 4", "--checkpoint.exclude_from_loading dataloader"],
     "--training.dataset=stdlib_validation": ["dataset = 'stdlib' there, 'stdlib_validation' here"],
     "--training.dataloader.num_workers=1": ["num_workers = 0 there, 1 here"],
+    "--optimizer.lr=0.1": ["step-20 brings its own", "lr = 0.002 there, 0.1 here", "exclude_from_loading lr_scheduler"],
+    "--optimizer.name=Adam --optimizer.weight_decay=0.5": [
+        "name = 'AdamW' there, 'Adam' here; [optimizer] weight_decay = 0.1 there, 0.5 here", "_loading optimizer",
+    ],
     "--checkpoint.load_step=10 --stateflow.model.dim=48": ["step-10 is of another model"],
 }  # fmt: skip
 
@@ -83,6 +88,28 @@ def test_the_position_may_be_left_behind(folder, args):
     parse(folder, args, "--checkpoint.exclude_from_loading", "dataloader")
     with pytest.raises(ValueError, match="another model"):
         parse(folder, args, "--checkpoint.exclude_from_loading", "dataloader", "--stateflow.model.dim=48")
+
+
+def test_the_optimizer_may_begin_anew(folder):
+    without = "--checkpoint.exclude_from_loading=lr_scheduler"
+    parse(folder, "--optimizer.lr=0.1", without)
+    parse(folder, "--optimizer.eps=0.1", "--optimizer.lr=0.1", f"{without},optimizer")
+    with pytest.raises(ValueError, match="eps = 1e-08 there, 0.1 here"):
+        parse(folder, "--optimizer.eps=0.1", without)
+
+
+def test_files_that_have_changed_since(tmp_path):
+    """The saved position would be one in other text, silently."""
+    text = tmp_path / "data" / "a.jsonl"
+    text.parent.mkdir()
+    text.write_text('{"text": "one"}\n{"text": "two"}\n')
+    data = f"--training.dataset={text.parent}"
+    save(tmp_path / "checkpoint" / "step-2", resume.describe_run(harness.parse([data]), dp_degree=2))
+    parse(tmp_path, data)
+    text.write_text('{"text": "one"}\n')
+    with pytest.raises(ValueError, match="in other data: its files = '1 of 32 bytes' there, '1 of 16 bytes' here"):
+        parse(tmp_path, data)
+    parse(tmp_path, data, "--checkpoint.exclude_from_loading=dataloader")
 
 
 def test_nothing_is_checked_where_nothing_is_loaded(folder, tmp_path):
@@ -148,6 +175,17 @@ def test_initial_load_path(folder, tmp_path):
     with pytest.raises(ValueError, match="initial_load_path = 'no/such' is no folder"):
         parse(new, "--checkpoint.initial_load_path=no/such")
     assert not new.exists(), "a folder would make torchtitan ignore initial_load_path"
+
+
+def test_a_save_over_an_older_checkpoint_begins_by_making_that_incomplete(folder):
+    """A run from an earlier step that dies while it saves would leave files of both runs, which load together."""
+    manager = SimpleNamespace(
+        states={"train_state": SimpleNamespace(job_config=harness.parse([]))}, last_save_model_only=False,
+        _should_save=lambda *args: True, _create_checkpoint_id=lambda step: f"{folder}/checkpoint/step-{step}",
+    )  # fmt: skip
+    resume._write_record(manager, 20, last_step=False)
+    assert resume._latest_step(folder / "checkpoint") == 10
+    assert (folder / "checkpoint" / "step-20" / resume.FILE).is_file()
 
 
 def test_a_damaged_record_says_so(folder):

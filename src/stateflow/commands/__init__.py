@@ -142,7 +142,7 @@ def read_scenario(options: argparse.Namespace, overrides: Sequence[str]) -> Scen
     job = job_of(job_config)
     if options.microbatches is not None:
         job = dataclasses.replace(job, num_microbatches=options.microbatches)
-    if options.memory is not None and options.memory <= 0:
+    if options.memory is not None and not options.memory > 0:
         raise ValueError(f"--memory {options.memory:g}: must be above 0 GiB")
     limit = None if options.memory is None else options.memory * GIB
     table = None

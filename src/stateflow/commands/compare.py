@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -130,15 +129,11 @@ def _device_here() -> str | None:
 
 
 def _check_machine(scenario: Scenario) -> None:
-    import torch
-
     from stateflow.cli import world_size
+    from stateflow.titan.shared_gpus import devices_missing
 
-    needed, gpu = world_size(scenario.job_config), torch.cuda.is_available()
-    here = torch.cuda.device_count() if gpu else os.cpu_count() or 1
-    if needed > here:
-        unit = "GPUs" if gpu else "cores"
-        raise ValueError(f"--measure: the run needs {needed} {unit}, here are {here}; give --ranks, or leave it out")
+    if missing := devices_missing(world_size(scenario.job_config)):
+        raise ValueError(f"--measure: {missing}; give --ranks, or leave it out")
 
 
 def measure(

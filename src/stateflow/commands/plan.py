@@ -50,8 +50,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     if not options.json and (remark := parts_without_layers(scenario.job)) is not None:
         print(f"note: {remark}")
     if options.analytic:
-        if options.lengths is not None:
-            raise ValueError("--lengths is for measuring: leave out --analytic")
+        for name in ("out", "cache", "lengths", "time_budget", "policies", "check_grid", "recompute"):
+            if getattr(options, name) not in (None, False):
+                raise ValueError(f"--{name.replace('_', '-')} is for measuring: leave it out, or --analytic")
         return _analytic(options, scenario)
     if options.json:
         raise ValueError("--json goes with --analytic; a measured plan is written to --out as TOML")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -29,14 +28,10 @@ def plan_file_of(scenario: Scenario, candidate) -> PlanFile:
 
 def devices_missing(scenario: Scenario) -> str | None:
     """Why this machine cannot run the config, or None."""
-    import torch
-
     from stateflow.cli import world_size
+    from stateflow.titan import shared_gpus
 
-    nproc = world_size(scenario.job_config)
-    here = torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1
-    unit = "GPUs" if torch.cuda.is_available() else "cores"
-    return f"the run needs {nproc} {unit}, here {'is' if here == 1 else 'are'} {here}" if nproc > here else None
+    return shared_gpus.devices_missing(world_size(scenario.job_config))
 
 
 def trial_of(scenario: Scenario, candidate, folder: Path):

@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stateflow.chunks import MAX_SKEW
 from stateflow.commands import read_config
 from stateflow.planning.devices import DEVICES, GIB, device_named
 from stateflow.planning.job import RECOMPUTE_MODES
@@ -164,7 +166,7 @@ class Source:
                 raise ValueError(f"--cache {path}: no such file; stateflow plan writes it")
         self.caches = [Cache(path) for path in options.cache]
         self.device = options.device
-        if options.memory is not None and options.memory <= 0:
+        if options.memory is not None and not options.memory > 0:
             raise ValueError(f"--memory {options.memory:g}: must be above 0 GiB")
         self.limit = None if options.memory is None else options.memory * GIB
         self.used: dict[str, str] = {}  # by flavor in words
@@ -213,6 +215,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     for name in ("tokens", "microbatches", "num_chunks"):
         if min(getattr(options, name)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {min(getattr(options, name))}: the least is 1")
+    for alpha in options.skew:
+        if not 0 <= alpha <= MAX_SKEW:
+            raise ValueError(f"--skew {alpha:g} is outside 0 .. {MAX_SKEW}")
     source = Source(options)
     predictions, checks = [], []
     rows = {flavor: read_rows(path) for flavor, path in options.rows}
@@ -290,6 +295,8 @@ def read_rows(path: Path) -> list[dict]:
         raise ValueError(f"--rows {path}: {error}; {fix}") from error
     for row in rows:
         missing = [name for name in ROW_FIELDS if name not in row] if isinstance(row, dict) else ROW_FIELDS
+        if not missing and not row["error"] and not all(0 < seconds < math.inf for seconds in row["seconds"]):
+            raise ValueError(f"--rows {path}: the row {row['name']!r} took {row['seconds']} s; {fix}")
         if missing:
             raise ValueError(f"--rows {path}: a row has no {', '.join(missing)}; {fix}")
     if not rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -61,6 +62,14 @@ class Place(NamedTuple):
         return f"{where}, waits for {what} from stage {stage} on rank {name_peer(self.peer)}"
 
 
+class Mark(NamedTuple):
+    """Behind something that the device was given to do, at that ``time`` in seconds."""
+
+    place: Place
+    event: object
+    time: float
+
+
 class Progress:
     """The place of one rank, noted by its stages.
 
@@ -70,6 +79,7 @@ class Progress:
         record: leaves a mark behind what the device has been given to do, of which ``mark.query()`` says if it is
             done; None where the host itself waits.
         name_peer: how a report calls a peer.
+        clock: tells seconds.
     """
 
     def __init__(
@@ -78,12 +88,13 @@ class Progress:
         timeout: Callable[[], float | None] = lambda: None,
         record: Callable[[], object] | None = None,
         name_peer: Callable[[int], str] = str,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self.rank, self.timeout, self.record, self.name_peer = rank, timeout, record, name_peer
+        self.rank, self.timeout, self.record, self.name_peer, self.clock = rank, timeout, record, name_peer, clock
         self.in_step = False
         self.place = Place()
         self.changes = 0  # how often the host's place has changed
-        self.marks: deque[tuple[Place, object]] = deque()  # oldest first, without those seen to be done
+        self.marks: deque[Mark] = deque()  # oldest first, without those seen to be done
         self.pending: Callable[[], list[Message]] = list  # sends that are not known to have arrived
 
     @contextmanager
@@ -94,6 +105,7 @@ class Progress:
         try:
             yield
         except Exception as error:
+            leave_word(None)  # the error tells
             if not isinstance(error, PeerError):
                 error.add_note(self.report("failed"))
             raise
@@ -151,14 +163,25 @@ class Progress:
 
     def _mark(self) -> None:
         if self.record is not None:
-            self.marks.append((self.place, self.record()))
+            self.marks.append(Mark(self.place, self.record(), self.clock()))
 
 
 def publish(report: str) -> None:
     """Prints a report to stderr, and appends it to a file of this process where ``REPORTS`` asks for that."""
     with suppress(OSError, ValueError):  # whatever else fails, a closed stream is no reason to go on
         print(report, file=sys.stderr, flush=True)
-    if REPORTS in os.environ:
-        name = f"rank_{os.environ.get('RANK', os.getpid())}.txt"
-        with suppress(OSError), (Path(os.environ[REPORTS]) / name).open("a") as stream:
+    if path := _own_file(".txt"):
+        with suppress(OSError), path.open("a") as stream:
             stream.write(report + "\n")
+
+
+def leave_word(report: str | None) -> None:
+    """What the launcher prints if this process ends without a report of its own, say by SIGKILL; None takes it back."""
+    if path := _own_file(".last"):
+        with suppress(OSError):
+            path.unlink(missing_ok=True) if report is None else path.write_text(report + "\n")
+
+
+def _own_file(suffix: str) -> Path | None:
+    folder = os.environ.get(REPORTS)
+    return Path(folder) / f"rank_{os.environ.get('RANK', os.getpid())}{suffix}" if folder else None

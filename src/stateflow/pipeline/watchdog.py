@@ -5,6 +5,9 @@ only tells the stream to wait: the host runs ahead and nothing raises, until NCC
 a message that names no action.  Events behind each message and each action (``Progress.marks``) tell the ``Watchdog``
 how far the device has come; it looks at them now and then from a thread of its own, so units wait for nothing.
 
+A process may end before that: killed, or aborted by NCCL, which between hosts sees at once that a peer is gone.  What
+the watchdog saw last is then in a file for the launcher.
+
 The timeout is that of the pipeline's process group at the moment, hence torchtitan's ``comm.init_timeout_seconds`` up
 to the end of the first step and ``comm.train_timeout_seconds`` from then on.
 """
@@ -23,7 +26,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from stateflow.pipeline.progress import PeerError, Place, Progress, publish
+from stateflow.pipeline.progress import PeerError, Place, Progress, leave_word, publish
 
 EARLY = 0.9  # of NCCL's timeout: its own watchdog ends the process after all of it
 LATE = 1.1  # of gloo's: its operations raise after all of it
@@ -56,6 +59,10 @@ class Watchdog:
             torch.cuda.set_device(self._device)  # else the first query would open a context on device 0
         while (progress := self._progress()) is not None:
             poll = self.look(progress, time.monotonic())
+            if progress.in_step or progress.marks:
+                leave_word(progress.report("its process ended without a word; last seen here", where(progress)))
+            else:
+                leave_word(None)
             del progress  # its owner may go in the meantime
             time.sleep(poll)
 
@@ -69,25 +76,37 @@ class Watchdog:
         busy = progress.in_step or progress.marks
         if moved or not busy or progress.changes != self._changes:
             self._changes, self._since, self._reported = progress.changes, now, False
-        elif now - self._since > limit and not self._reported:
-            self._reported = True
-            place = where(progress)
-            report = progress.report(f"no progress for {now - self._since:.1f} s", place)
-            (publish if place.peer is None else self._end)(report)
+        place, asked = _front(progress)
+        waited = now - self._since
+        if asked is not None and now - asked > max(limit, waited):  # NCCL's clock, which counts from there
+            self._report_once(progress, place, f"still not there {now - asked:.1f} s after it was asked for")
+        elif waited > limit:
+            self._report_once(progress, place, f"no progress for {waited:.1f} s")
         return min(MAX_POLL_SECONDS, limit / 20)
+
+    def _report_once(self, progress: Progress, place: Place, why: str) -> None:
+        if not self._reported:
+            self._reported = True
+            (publish if place.peer is None else self._end)(progress.report(why, place))
 
 
 def where(progress: Progress) -> Place:
     """What the device has to do next, or if that is nothing, where the host is."""
+    return _front(progress)[0]
+
+
+def _front(progress: Progress) -> tuple[Place, float | None]:
+    """`where`, and if the device waits for a peer there since when it was to."""
     with suppress(IndexError):
-        return progress.marks[0][0]
-    return progress.place
+        mark = progress.marks[0]
+        return mark.place, None if mark.place.peer is None else mark.time
+    return progress.place, None
 
 
 def _drop_marks_that_are_done(progress: Progress) -> bool:
     dropped = False
     with suppress(RuntimeError):  # an error of the device, which the main thread meets by itself
-        while progress.marks and progress.marks[0][1].query():
+        while progress.marks and progress.marks[0].event.query():
             progress.marks.popleft()
             dropped = True
     return dropped

@@ -76,6 +76,7 @@ class Family:
         backwards: what may run beside what in the backward.
         walk_out: the kernel that is walk and outputs of the forward in one, if there is one.
         also_compiled: what a check launches besides, given the shape, those kernels' tiles and the default plan.
+        has_choice: whether that kernel of the default plan runs for the shape, and in a form that has candidates.
         has_layer: whether a layer may put its projections beside the kernels, and the bench can time one.
     """
 
@@ -85,6 +86,7 @@ class Family:
     backwards: tuple[dict, ...]
     walk_out: str | None = None
     also_compiled: Callable[[Shape, Mapping[str, Sequence[Tile]], AnyPlan], list[Pair]] = lambda *_: []
+    has_choice: Callable[[str, Shape, AnyPlan], bool] = lambda *_: True
     has_layer: bool = False
 
 
@@ -99,6 +101,17 @@ def _gated_delta_also_compiled(shape: Shape, tiles: Mapping[str, Sequence[Tile]]
         others = ["pre"] if default.transition_out.specialized else ["pre", "out", "out_backward"]
         found += [(name, getattr(default, name)) for name in (*others, *(() if merged else _SUMS))]
     return found + [("gradients", n) for n in chunks if n]
+
+
+def _mamba3_has_choice(kernel: str, shape: Shape, default: Mamba3Plan) -> bool:
+    """Heads a program of the gradients are none: dB and dC would have other bits for each length."""
+    return kernel.startswith("scan") or not mamba3_launches.in_gluon(shape, default)
+
+
+def _mamba3_also_compiled(shape: Shape, _: Mapping[str, Sequence[Tile]], default: Mamba3Plan) -> list[Pair]:
+    """The kernels that leave no choice."""
+    launched = mamba3_launches.launched(shape, default)
+    return [(name, tile) for name, tile in launched if not name.startswith("scan")]
 
 
 def _gated_delta_candidates(kernel: str) -> tuple[tuple[int, int, int], ...]:
@@ -125,6 +138,8 @@ FAMILIES = {
         _mamba3_candidates,
         ("scan", "scan_backward"),
         (dict(overlap_backward=True),),
+        has_choice=_mamba3_has_choice,
+        also_compiled=_mamba3_also_compiled,
         has_layer=True,
     ),
 }
@@ -183,7 +198,8 @@ class Search:
 
     def candidates(self, shape: Shape) -> dict[str, list[Tile]]:
         """By kernel, the default first. In segments of the walks only: the others are as in the exact order."""
-        names = list(FAMILIES[shape.family].kernels)
+        family = FAMILIES[shape.family]
+        names = [name for name in family.kernels if family.has_choice(name, shape, self.default)]
         if shape.segments > 1:
             names = [name for name in names if name.startswith("transition")]
             if not self.default.transition_out.specialized:

@@ -30,6 +30,25 @@ from stateflow_kernels.plan_table import Shape
 KERNELS = ("local", "scan", "out", "local_backward", "scan_backward", "query_gradients", "key_gradients")
 
 
+def in_gluon(shape: Shape, plan: Mamba3Plan) -> bool:
+    """Whether a call with aligned tensors launches the plan's forms for Hopper, whose tiles are fixed."""
+    return (
+        all(getattr(plan, name).specialized for name in rule.SPECIALIZED)
+        and plan.gradient_heads > 0
+        and shape.batch == 1
+        and shape.dtype != "float32"
+        and (shape.k_dim, shape.v_dim, shape.num_angles) in hopper_mamba3.SIZES
+    )
+
+
+def launched(shape: Shape, plan: Mamba3Plan) -> list[tuple[str, Tile | int]]:
+    """Forward and backward, each kernel once, in the order in which each has what it reads."""
+    if not in_gluon(shape, plan):
+        return [(name, getattr(plan, name)) for name in KERNELS]
+    names = dict(local_without_rows="local", both="local", scan="scan", out="out", scan_backward="scan_backward")
+    return [(name, getattr(plan, tile)) for name, tile in names.items()] + [("gradients", plan.gradient_heads)]
+
+
 def problem_of(shape: Shape, device: torch.device | str) -> Problem:
     """Gates in the type of the values, as projections give them; no documents."""
     dtype = getattr(torch, shape.dtype)
@@ -79,8 +98,8 @@ class Call:
 class Launches:
     """A function for each kernel, by its name in `Mamba3Plan`, that launches it with a tile.
 
-    The buffers hold what the kernels leave there; with `fill` each kernel has run once with the tiles of the plan
-    given, so that all inputs are those of a real call. The scans work in place: again, they decay what is there.
+    The buffers hold what the kernels leave there; with `fill` those that a call with this plan launches have run once,
+    so that all inputs are those of a real call. The scans work in place: again, they decay what is there.
     """
 
     def __init__(self, shape: Shape, num_tokens: int, device: torch.device, fill: Mamba3Plan | None = None):
@@ -92,18 +111,15 @@ class Launches:
         # With what either form of the gradients needs.
         back = rule.Backward(prepared, dataclasses.replace(plan, gradient_heads=0), grads)
         self.merges_gradients = hopper_mamba3.merges_gradients(problem, 1, back.grad_y)
-        if self.merges_gradients:
-            back.set_gradient_heads(1)
-        self.back = back
+        self.back, self.heads_summed = back, 0
         whole = prepared.whole
         prepared.gates()
         self.gates, self.finish = prepared.gates, back.finish
         # The forward's, where that keeps no rows of q and k.
         without_rows = copy.copy(prepared)
-        without_rows.k_rows = without_rows.q_rows = None
-        self.local_without_rows = partial(without_rows.local, plan.local, whole)
-        # The backward's, where that takes both in one.
-        self.both_local = partial(hopper_mamba3.both, prepared, whole, back)
+        without_rows.k_rows = without_rows.q_rows = without_rows.cos_sin_rows = None
+        if self.merges_gradients:
+            self._sum_heads(1)
         self.keeps_rows = not hopper_mamba3.runs(problem, plan.local, plan.out)
         self.by_name: dict[str, Callable[[Tile], None]] = {
             "local": lambda tile: prepared.local(tile, whole),
@@ -111,12 +127,27 @@ class Launches:
             "out": lambda tile: prepared.out(tile, whole, self.y),
             "local_backward": back.local,
             "scan_backward": lambda tile: self._scan_backward(back, tile),
-            "query_gradients": back.query_gradients,
-            "key_gradients": back.key_gradients,
+            "query_gradients": partial(self._gradients, back.query_gradients, 1),
+            "key_gradients": partial(self._gradients, back.key_gradients, 1),
+            # In the place of some of these where `in_gluon`: Local of the forward, both Locals of the backward, and
+            # all gradients, which has a number of heads for a tile.
+            "local_without_rows": lambda tile: without_rows.local(tile, whole),
+            "both": lambda _: hopper_mamba3.both(prepared, whole, back),
+            "gradients": lambda heads: self._gradients(lambda _: back.gradients(), heads, heads),
         }
         if fill is not None:
-            for name in KERNELS:
-                self.by_name[name](getattr(fill, name))
+            for name, tile in launched(shape, fill):
+                self.by_name[name](tile)
+
+    def _gradients(self, launch: Callable[[Tile | int], None], heads: int, tile: Tile | int) -> None:
+        if self.merges_gradients and self.heads_summed != heads:
+            self._sum_heads(heads)
+        launch(tile)
+
+    def _sum_heads(self, heads: int) -> None:
+        """Gradients of B, C and angles have rows for each so many heads."""
+        self.back.set_gradient_heads(heads)
+        self.heads_summed = heads
 
     @staticmethod
     def _scan_backward(back: rule.Backward, tile: Tile) -> None:
@@ -133,12 +164,11 @@ def _time_kernels(
     for name in KERNELS:
         times[name] = measure(lambda name=name: launches.by_name[name](getattr(plan, name)))
         if name == "local" and not launches.keeps_rows:
-            times["local without rows"] = measure(launches.local_without_rows)
-            times["local with local_backward"] = measure(launches.both_local)
+            times["local without rows"] = measure(partial(launches.by_name["local_without_rows"], plan.local))
+            times["local with local_backward"] = measure(partial(launches.by_name["both"], plan.local))
     times["finish"] = measure(launches.finish)
     for heads in gradient_heads if launches.merges_gradients else ():
-        launches.back.set_gradient_heads(heads)
-        times[f"gradients of {heads} heads a program"] = measure(launches.back.gradients)
+        times[f"gradients of {heads} heads a program"] = measure(partial(launches.by_name["gradients"], heads))
         times[f"finish after {heads}"] = measure(launches.finish)
     return times
 

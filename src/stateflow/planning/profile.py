@@ -309,8 +309,10 @@ class Cache:
         if path.exists():
             try:
                 self.points = json.loads(path.read_text())
-            except json.JSONDecodeError:
+            except ValueError:
                 raise ValueError(f"{path}: not readable as JSON; delete it to measure afresh") from None
+            if not isinstance(self.points, dict):
+                raise ValueError(f"{path}: holds no measured points, as stateflow plan writes them; give another file")
 
     def get(self, key: str, start: int, length: int) -> Point | None:
         entry = self.points.get(f"{key} {start} {length}")

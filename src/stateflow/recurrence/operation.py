@@ -4,12 +4,16 @@
 backward, it takes about 0.2 ms more, and a layer has half a dozen of them: with chunks of a few thousand tokens the
 GPU would wait for the host. What is left out: the check that no output shares memory with an input. Do not return
 an input or a view of one.
+
+An operation computes in the types of its own contract, whatever autocast is on: products within it are not autocast's
+to round. Forward-mode derivatives are refused: nobody has written them, and left alone they would be 0.
 """
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ..autocast import Autocast
@@ -36,7 +40,14 @@ class Operation:
         _LIBRARY.define(short + schema)
         _LIBRARY.impl(short, implementation, "CompositeExplicitAutograd")
         self.implementation = implementation
-        self.overload = getattr(torch.ops.stateflow, short).default
+        overload = self.overload = getattr(torch.ops.stateflow, short).default
+
+        def without_autocast(*inputs):
+            with torch._C._DisableAutocast():
+                return overload(*inputs)
+
+        for kind in ("AutocastCPU", "AutocastCUDA"):
+            _LIBRARY.impl(short, without_autocast, kind)
         # From here on a call is the operation's.
         self.__class__ = _Defined
         return self
@@ -66,12 +77,21 @@ class Operation:
                     return backward(ctx, *grads)
 
         def with_autograd(*inputs):
+            if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+                raise NotImplementedError(
+                    f"{self._name} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad): use "
+                    'reverse mode, or backend="reference", which is plain PyTorch'
+                )
             if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
                 return Differentiable.apply(*inputs)
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*inputs)
 
         _LIBRARY.impl(self._name.removeprefix("stateflow::"), with_autograd, "Autograd")
+
+
+def _has_tangent(x: object) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
 class _Defined(Operation):

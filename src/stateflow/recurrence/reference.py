@@ -164,6 +164,7 @@ def mamba3(
 def _turned(x_BHN: Tensor, theta_BHR: Tensor) -> Tensor:
     """Pairs (2i, 2i+1) of x turned by theta_i; what lies behind the last pair stays."""
     num_turned = 2 * theta_BHR.shape[-1]
-    pair = torch.view_as_complex(x_BHN[..., :num_turned].unflatten(-1, (-1, 2)).contiguous())
+    # torch.complex copies: a view as complex numbers must begin at an even place, which those of an odd N do not.
+    pair = torch.complex(x_BHN[..., 0:num_turned:2], x_BHN[..., 1:num_turned:2])
     turned = torch.view_as_real(pair * torch.polar(torch.ones_like(theta_BHR), theta_BHR)).flatten(-2)
     return torch.cat([turned, x_BHN[..., num_turned:]], dim=-1)

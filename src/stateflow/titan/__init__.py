@@ -1,12 +1,13 @@
 """The torchtitan plug-in: ``[job] custom_config_module = "stateflow.titan"`` in a train.toml is all it takes.
 
-Importing this module adds the ``[stateflow]`` section, registers the model under ``[model] name = "stateflow"``, and
-lets torchtitan run on a host without an accelerator.
+Importing this module adds the ``[stateflow]`` section, registers the model under ``[model] name = "stateflow"``, lets
+torchtitan run on a host without an accelerator, and lets ranks share GPUs where that is asked for.
 """
 
-from stateflow.titan import cpu_host
+from stateflow.titan import cpu_host, shared_gpus
 
 cpu_host.enable_if_needed()  # before torchtitan modules copy the device type
+shared_gpus.enable_if_asked()
 
 from torchtitan.components.lr_scheduler import build_lr_schedulers  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers  # noqa: E402

@@ -10,6 +10,7 @@ from pathlib import Path
 from stateflow.chunks import ChunkCost, ChunkPlan
 from stateflow.pipeline.policies import POLICIES
 from stateflow.planning.plan_file import PlanFile, Target, misfit, model_digest, read_plan
+from stateflow.titan.toml_types import check_types
 
 MODEL_NAME = "stateflow"  # under which the models are registered
 DEFAULT_NUM_CHUNKS = 4
@@ -334,6 +335,7 @@ _WHOLE_NUMBERS = [
     ("parallelism", "data_parallel_replicate_degree", 1),
     ("parallelism", "data_parallel_shard_degree", -1),
     ("parallelism", "pipeline_parallel_microbatch_size", 1),
+    ("parallelism", "pipeline_parallel_layers_per_stage", 1),
     ("parallelism", "pipeline_parallel_first_stage_less_layers", 0),
     ("parallelism", "pipeline_parallel_last_stage_less_layers", 0),
     ("training", "seq_len", 1),
@@ -342,25 +344,24 @@ _WHOLE_NUMBERS = [
     ("training", "steps", 1),
     ("validation", "seq_len", 1),
     ("validation", "local_batch_size", 1),
+    ("validation", "freq", 1),
+    ("checkpoint", "interval", 1),
+    ("metrics", "log_freq", 1),
 ]
 
 
 def _check_torchtitan(job_config) -> None:
-    """Type and range of the torchtitan keys that the checks below compute with."""
+    """Range of the torchtitan keys that the checks below compute with, or that would end a run in its first steps."""
     for section, key, least in _WHOLE_NUMBERS:
         value = getattr(getattr(job_config, section), key)
-        _expect(_is_int(value), f"[{section}] {key} = {value!r} must be a whole number")
-        _expect(value >= least, f"[{section}] {key} = {value} is too small; the least is {least}")
-    for section, key in (("model", "flavor"), ("training", "dataset"), ("validation", "dataset")):
-        value = getattr(getattr(job_config, section), key)
-        _expect(isinstance(value, str), f"[{section}] {key} = {value!r} must be a string")
+        _expect(value is None or value >= least, f"[{section}] {key} = {value} is too small; the least is {least}")
+    max_norm = job_config.training.max_norm
+    _expect(
+        max_norm > 0,  # 0 would train nothing, and a negative one uphill
+        f"[training] max_norm = {max_norm} must be above 0; without clipping it is a large number, e.g. 1e9",
+    )
     shard = job_config.parallelism.data_parallel_shard_degree
     _expect(shard != 0, "[parallelism] data_parallel_shard_degree = 0: use 1, or -1 for what is left")
-    per_stage = job_config.parallelism.pipeline_parallel_layers_per_stage
-    _expect(
-        per_stage is None or (_is_int(per_stage) and per_stage >= 1),
-        f"[parallelism] pipeline_parallel_layers_per_stage = {per_stage!r} must be a whole number of at least 1",
-    )
 
 
 def _check_parts(names: list[list[str]], num_layers: int) -> None:
@@ -574,17 +575,22 @@ def validate(job_config) -> None:
 
 
 def install() -> None:
-    """Makes torchtitan's ConfigManager run ``validate`` at the end of parsing, on every way to start a run."""
+    """Makes torchtitan's ConfigManager run ``check_types`` and ``validate``, on every way to start a run."""
     from torchtitan.config.manager import ConfigManager
 
     if getattr(ConfigManager._validate_config, "checks_stateflow", False):
         return
-    original = ConfigManager._validate_config
+    original, load = ConfigManager._validate_config, ConfigManager._dict_to_dataclass
 
     def _validate_config(self) -> None:
         original(self)
         if hasattr(self.config, "stateflow"):
             validate(self.config)
 
+    def _dict_to_dataclass(self, cls, data):
+        if hasattr(cls, "__dataclass_fields__") and "stateflow" in cls.__dataclass_fields__:  # the whole config
+            check_types(cls, data)
+        return load(self, cls, data)
+
     _validate_config.checks_stateflow = True
-    ConfigManager._validate_config = _validate_config
+    ConfigManager._validate_config, ConfigManager._dict_to_dataclass = _validate_config, _dict_to_dataclass

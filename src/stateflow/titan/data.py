@@ -272,6 +272,15 @@ def resolve_dataset(name: str, path: str | None = None) -> tuple[str, str | None
     return _register(name, source, loader), None
 
 
+def size_of_files(name: str, path: str | None = None) -> str | None:
+    """How many local files a dataset is and their size, to notice that they have changed; None for other data."""
+    loader = DATASETS[resolve_dataset(name, path)[0].lower()].loader
+    if not (isinstance(loader, partial) and loader.func is _load_files):
+        return None
+    files = loader.keywords["files"]
+    return f"{len(files)} of {sum(file.stat().st_size for file in files):,} bytes"
+
+
 def open_local(job_config: JobConfig) -> None:
     """Opens the run's own local files once, before there are ranks, which find them in the cache then.
 
@@ -316,10 +325,15 @@ class TextDataset(HuggingFaceTextDataset):
     def _packed_windows(self):
         yield from self._stream.windows()  # of a row in the midst of which a checkpoint was taken
         while True:
+            # Of what is left of an epoch after a resume nothing is said.
+            empty = self._sample_idx == 0
             for row in self._get_data_iter():
                 self._sample_idx += 1
                 self._stream.add(row, self._sample_idx)
+                empty = empty and not row[packed.TOKENS]
                 yield from self._stream.windows()
+            if empty:  # else a rank would read it again and again, and the others wait
+                raise ValueError(f"dataset {self.dataset_name!r} has no tokens{self._stream.share}: all rows are empty")
             packed.report_end(self.dataset_name, self.infinite)
             if not self.infinite:
                 return

@@ -76,6 +76,7 @@ def check_order(job_config, plan: ChunkPlan, stages: int) -> None:
     """
     options, p = job_config.stateflow, job_config.parallelism
     if not options.enable:
+        _check_ends(job_config, stages)
         return
     degree = p.pipeline_parallel_degree
     if options.schedule_file is not None:
@@ -97,6 +98,7 @@ def check_order(job_config, plan: ChunkPlan, stages: int) -> None:
                 check_options(name, stages // degree, weight_lag(job_config))
             except ValueError as error:
                 raise ValueError(f"[stateflow] {error}") from error
+    _check_ends(job_config, stages)
     if splits:
         reason = backward_misfit(job_config, splits, job_config.activation_checkpoint.mode)
         expect(reason is None, f"[stateflow] {what}, {reason}")
@@ -134,6 +136,22 @@ def backward_misfit(job_config, splits: bool, mode: str) -> str | None:
             'e.g. "interleaved"'
         )
     return None
+
+
+def _check_ends(job_config, stages: int) -> None:
+    """torchtitan's own refusal to take more layers from the first or last stage than a stage has."""
+    from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+
+    p, layers = job_config.parallelism, resolve_model(job_config).num_layers
+    first, last = p.pipeline_parallel_first_stage_less_layers, p.pipeline_parallel_last_stage_less_layers
+    if p.module_fqns_per_model_part is None:
+        try:
+            generate_llm_fqn_per_model_part(stages, layers, first, last)
+        except ValueError as error:
+            raise ValueError(
+                f"[parallelism] pipeline_parallel_first_stage_less_layers = {first} and pipeline_parallel_last_stage_"
+                f"less_layers = {last} do not fit {layers} layers in {stages} stages, use smaller ones: {error}"
+            ) from error
 
 
 def _check_stages_a_rank(job_config, name: str, stages: int) -> None:

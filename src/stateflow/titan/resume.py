@@ -1,8 +1,9 @@
 """What a checkpoint says about the run that wrote it, and what may not differ when another run resumes from it.
 
-Beside torchtitan's files, every checkpoint folder ``step-N`` gets a small ``stateflow.json``: the model, the data and
-the data-parallel degree. ``check_resume`` reads it while the config is checked, before any process group exists, where
-a mismatch would otherwise end in an error about tensors, an assertion, or silently in another place of the data.
+Beside torchtitan's files, every checkpoint folder ``step-N`` gets a small ``stateflow.json``: the model, the data, the
+optimizer's settings and the data-parallel degree. ``check_resume`` reads it while the config is checked, before any
+process group exists, where a mismatch would otherwise end in an error about tensors, an assertion, or silently in
+another place of the data or with another learning rate than the config's.
 
 Chunks, skew, policy, PP and TP degree, and whether the pipeline is on are not recorded: they may differ freely.
 """
@@ -19,6 +20,9 @@ from typing import Any
 FILE = "stateflow.json"
 _MODEL_NAME = "stateflow"
 _DATALOADER = "dataloader"
+_COMPLETE = (".metadata", "model.safetensors.index.json")  # written last; one of them makes a folder a checkpoint
+# Part of a checkpoint -> the keys of [optimizer] that it brings along, whatever the config says.
+_OPTIMIZER_KEYS = {"lr_scheduler": ("lr",), "optimizer": ("name", "beta1", "beta2", "eps", "weight_decay")}
 
 # Of the model's fields: how weights begin, what computes them, and how batches are read are no property of weights.
 # Neither is rope_reset: rotary positions are relative, inside a document both ways give the same scores.
@@ -46,13 +50,21 @@ def describe_model(model_args) -> dict[str, Any]:
 
 def describe_data(job_config) -> dict[str, Any]:
     """What the saved position in the data refers to, by config key."""
+    from stateflow.titan.data import size_of_files
+
     training = job_config.training
     return {
         "[training] dataset": training.dataset,
         "[training] dataset_path": training.dataset_path,
+        "its files": size_of_files(training.dataset, training.dataset_path),
         "[training.dataloader] num_workers": training.dataloader.num_workers,
         "[stateflow] tokenizer": job_config.stateflow.tokenizer,
     }
+
+
+def describe_optimizer(job_config) -> dict[str, Any]:
+    keys = [key for keys in _OPTIMIZER_KEYS.values() for key in keys]
+    return {f"[optimizer] {key}": getattr(job_config.optimizer, key) for key in keys}
 
 
 def describe_run(job_config, dp_degree: int, model_only: bool = False) -> dict[str, Any]:
@@ -63,6 +75,7 @@ def describe_run(job_config, dp_degree: int, model_only: bool = False) -> dict[s
         "flavor": job_config.model.flavor,
         "model": describe_model(resolve_model(job_config)),
         "data": describe_data(job_config),
+        "optimizer": describe_optimizer(job_config),
         "data_parallel_degree": dp_degree,
         "holds": "model" if model_only else "everything",
     }
@@ -121,7 +134,10 @@ def _write_record(manager, step: int, last_step: bool) -> None:
         return
     dp_degree = getattr(manager.states.get(_DATALOADER), "dp_world_size", 1)
     record = describe_run(job_config, dp_degree, model_only=last_step and manager.last_save_model_only)
-    write(manager._create_checkpoint_id(step), record)
+    folder = Path(manager._create_checkpoint_id(step))
+    for name in _COMPLETE:  # of an earlier run: with these, a save that is cut short would pass as a mix of both
+        (folder / name).unlink(missing_ok=True)
+    write(folder, record)
 
 
 # --------------------------------------------------------------------------------------- checking
@@ -158,17 +174,17 @@ def check_resume(job_config, world_size: int | None = None) -> None:
     _check_model(job_config, record, checkpoint, elsewhere, weights_only)
     if not weights_only:
         _check_everything_is_there(record, checkpoint)
+        _check_optimizer(job_config, record, checkpoint)
         if _DATALOADER not in options.exclude_from_loading:
             _check_position(job_config, record, checkpoint, world_size)
 
 
 def _latest_step(folder: Path) -> int | None:
     """The newest complete checkpoint, as torchtitan finds it."""
-    complete = (".metadata", "model.safetensors.index.json")
     steps = [
         int(match[1])
         for path in folder.iterdir()
-        if (match := re.search(r"step-(\d+)", path.name)) and any((path / name).is_file() for name in complete)
+        if (match := re.search(r"step-(\d+)", path.name)) and any((path / name).is_file() for name in _COMPLETE)
     ]
     return max(steps, default=None)
 
@@ -218,6 +234,19 @@ def _check_everything_is_there(record, checkpoint: Path) -> None:
             "--checkpoint.load_step, or give this run another [checkpoint] folder and set "
             "--checkpoint.initial_load_path to this one, to start from its weights"
         )
+
+
+def _check_optimizer(job_config, record, checkpoint: Path) -> None:
+    mine = describe_optimizer(job_config)
+    for part, keys in _OPTIMIZER_KEYS.items():
+        some = {name: value for name, value in mine.items() if name.removeprefix("[optimizer] ") in keys}
+        differences = _differences(record.get("optimizer", {}), some)
+        if differences and part not in job_config.checkpoint.exclude_from_loading:
+            raise ValueError(
+                f"the checkpoint {checkpoint} brings its own settings, which this run would go on with: "
+                f"{'; '.join(differences)}; set them as they are there, or --checkpoint.exclude_from_loading {part} "
+                "resumes everything else and begins that part anew"
+            )
 
 
 def _check_position(job_config, record, checkpoint: Path, world_size: int | None) -> None:
