@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from stateflow.loss import cross_entropy_sum, reference_cross_entropy
 from stateflow.model import LanguageModel, ModelConfig, count_parameters, flops_per_token, logits
+from stateflow.pipeline.split import split_model
 from tests.recurrence.op_testing import assert_close, assert_same_bits, documents
 
 CONFIG = ModelConfig(
@@ -288,3 +289,36 @@ def test_initial_distributions_of_mamba3():
     assert all((w[f"dynamics.{name}"] == 1).all() for name in ("B_norm", "C_norm", "B_bias", "C_bias", "D"))
     assert w["x_proj.weight"].std().item() == pytest.approx(0.3, rel=0.1)
     assert w["out_proj.weight"].std().item() == pytest.approx(0.3 / math.sqrt(6), rel=0.1)
+
+
+def test_earlier_parts_take_what_does_not_come_out_even():
+    config = ModelConfig(dim=8, num_layers=5, pattern=["gdn"], num_heads=1, head_k_dim=4, head_v_dim=4, ffn_dim=8)
+    parts = split_model(LanguageModel(config), 3)
+    assert [list(part.layers) for part in parts] == [["0", "1"], ["2", "3"], ["4"]]
+    assert [[part.tok_embeddings is None, part.norm is None, part.output is None] for part in parts] == [
+        [False, True, True], [True, True, True], [True, False, False]
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="num_stages = 6 does not fit 5 layers; use 1 to 5"):
+        split_model(LanguageModel(config), 6)
+
+
+def test_every_option_reaches_its_layer():
+    config = ModelConfig(
+        dim=8, num_layers=3, pattern=["gdn", "mamba3", "attention"], num_heads=1, num_v_heads=2, head_k_dim=4,
+        head_v_dim=6, conv_size=3, allow_neg_eigval=True, num_mamba_heads=2, mamba_head_dim=4, mamba_state_dim=8,
+        mamba_num_angles=3, num_attention_heads=2, num_kv_heads=1, attention_head_dim=10, rope_theta=7.0,
+        rope_reset=True, ffn_dim=16, norm_eps=1e-3, backend="chunk", overlap_projections="off", exact_order=False,
+    )  # fmt: skip
+    model = LanguageModel(config)
+    blocks = list(model.layers.values())
+    gdn, mamba3, attention = (block.mixer for block in blocks)
+    assert (gdn.num_heads, gdn.num_v_heads, gdn.head_k_dim, gdn.head_v_dim, gdn.conv_size) == (1, 2, 4, 6, 3)
+    assert gdn.allow_neg_eigval and not gdn.exact_order and gdn.o_norm.eps == 1e-3
+    assert (mamba3.num_heads, mamba3.head_dim, mamba3.state_dim, mamba3.num_angles) == (2, 4, 8, 3)
+    assert mamba3.overlap_projections == "off" and mamba3.norm_eps == 1e-5  # the official module's
+    assert (attention.num_heads, len(attention.groups.sizes), attention.head_dim) == (2, 1, 10)
+    assert attention.rope_theta == 7.0 and attention.rope_reset
+    assert {mixer.backend for mixer in (gdn, mamba3, attention)} == {"chunk"}
+    norms = [model.norm, *(norm for block in blocks for norm in (block.mixer_norm, block.ffn_norm))]
+    assert {norm.eps for norm in norms} == {1e-3}
+    assert all(block.feed_forward.w1.weight.shape == (16, 8) for block in blocks)

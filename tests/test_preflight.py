@@ -6,6 +6,9 @@ import pytest
 
 from stateflow import preflight
 from stateflow.cli import main
+from stateflow.planning.analytic import Analytic
+from stateflow.planning.devices import DEVICES
+from tests.planning.test_costs import make_job
 
 CONFIGS = Path(__file__).parents[1] / "titan_configs"
 GOOD = {"python": "3.12.1", "torch": "2.13.0+cpu", "torchtitan": "0.2.2", "triton": "3.9.0"}
@@ -26,6 +29,17 @@ def test_links():
     assert finding.advice is None
     (finding,) = preflight.check_links(4, lambda i, j: i != 1)
     assert "GPUs 1-2 have no peer access" in str(finding) and not finding.fatal
+
+
+def test_more_chunks_are_advised_before_recomputation():
+    job = make_job(seq_len=4096)
+    analytic = Analytic(job, DEVICES["cpu"])
+    peaks = {n: max(analytic.cell(n, 0.0).peak_bytes) for n in (1, 2, 4, 8)}
+    assert peaks[1] > peaks[2] > peaks[4] > peaks[8]
+    limited = Analytic(job, DEVICES["cpu"], peaks[4])
+    advice = "[stateflow] {}num_chunks = 4 would fit"
+    assert preflight._what_saves_memory(job, limited, 2, True) == advice.format("")
+    assert preflight._what_saves_memory(job, limited, 1, False) == advice.format("enable = true and ")
 
 
 def report(capsys, *arguments: str) -> tuple[int, str]:

@@ -88,3 +88,16 @@ def handles_extremes(rank, group) -> None:
 
 def test_large_logits_and_16_bits(workers):
     workers.run(handles_extremes, NUM_RANKS)
+
+
+def rounds_the_gradient_of_the_weight_once(rank, group) -> None:
+    hidden, weight, sharded, labels = make_inputs(group, 0.2, torch.bfloat16, num_tokens=60)
+    value = sharded_linear_cross_entropy(hidden, sharded, labels, block_tokens=1)
+    (grad,) = torch.autograd.grad(value, [sharded])
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    (expected,) = torch.autograd.grad(reference_cross_entropy(exact, labels), exact[1:])
+    assert_close([grad.full_tensor()], [expected], tolerance=4e-3)
+
+
+def test_blocks_of_16_bits_add_up_in_float32(workers):
+    workers.run(rounds_the_gradient_of_the_weight_once, NUM_RANKS)

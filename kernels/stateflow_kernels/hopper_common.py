@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
@@ -22,3 +23,30 @@ def in_float32(x):
         return gl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
     else:
         return x.to(gl.float32)
+
+
+@gluon.jit
+def tiles_at(slots, i):
+    """What was fetched."""
+    return (
+        slots[0].index(i),
+        slots[1].index(i),
+        slots[2].index(i),
+        slots[3].index(i),
+        slots[4].index(i),
+        slots[5].index(i),
+        slots[6].index(i),
+        slots[7].index(i),
+    )
+
+
+@gluon.jit
+def release(barrier):
+    """Of a place: only when all warps of the group are done with it.
+
+    That is: products with it are waited for, and what all values that were loaded from it went into is stored. Else the
+    loads may be under way when their thread comes to the barrier, and the copy engine, which does not wait for them,
+    writes the next tile there.
+    """
+    gl.thread_barrier()
+    mbarrier.arrive(barrier)

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .decays import FACTORS
-from .hopper_common import in_float32, unknown_zero
+from .hopper_common import in_float32, release, tiles_at, unknown_zero
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk", "end_chunk"]
 
@@ -44,17 +44,6 @@ BETA, KAPPA, READ, DECAY, RHO, GATE_SUM, K_NORM, Q_NORM, START = map(gl.constexp
 FROM_QUERY, FROM_KEY, AT_END, FROM_SYSTEM, FROM_VALUE, SUMS = map(gl.constexpr, range(6))
 # Barriers of the tiles that they write; PAIRS is M. The sums have two places: the gates take them a chunk later.
 PAIRS, GRAD_Q, GRAD_K, QUERY_SUMS, KEY_SUMS = map(gl.constexpr, (0, 1, 2, 3, 5))
-
-
-@gluon.jit
-def _release(barrier):
-    """Of a place: only when all warps of the group are done with it.
-
-    What was loaded from it must have gone into something that is stored before: else the loads may be under way when
-    their thread comes to the barrier, and the copy engine, which does not wait for them, writes the next tile there.
-    """
-    gl.thread_barrier()
-    mbarrier.arrive(barrier)
 
 
 @gluon.jit
@@ -94,21 +83,6 @@ def _pair_decay(factors, layout: gl.constexpr, WITH_ITSELF: gl.constexpr):
 
 
 @gluon.jit
-def _tiles_at(slots, i):
-    """What was fetched."""
-    return (
-        slots[0].index(i),
-        slots[1].index(i),
-        slots[2].index(i),
-        slots[3].index(i),
-        slots[4].index(i),
-        slots[5].index(i),
-        slots[6].index(i),
-        slots[7].index(i),
-    )
-
-
-@gluon.jit
 def _queries(
     slots, all_factors, all_pairs, grad_q_tiles, sums, barriers, scale, num_tokens, steps, NORMALIZE: gl.constexpr
 ):
@@ -122,7 +96,7 @@ def _queries(
     for i in range(0, steps):
         phase = i & 1
         zero = unknown_zero(num_tokens, i)
-        grad_o, _, state, v_new, _, _, k, q = _tiles_at(slots, zero)
+        grad_o, _, state, v_new, _, _, k, q = tiles_at(slots, zero)
         pairs, grad_q_tile = all_pairs.index(zero), grad_q_tiles.index(zero)
         factors = all_factors.index(i & 1)
         mbarrier.wait(full.index(GRAD_O), phase)
@@ -139,9 +113,9 @@ def _queries(
         grad_pair = warpgroup_mma_wait(1, deps=(grad_pair,))
         pairs.store((grad_pair * decay).to(dtype))
         fence_async_shared()
-        _release(made.index(PAIRS))
+        release(made.index(PAIRS))
         grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
-        _release(empty.index(GRAD_O))
+        release(empty.index(GRAD_O))
         mbarrier.arrive(empty.index(STATE))
         mbarrier.arrive(empty.index(V_NEW))
         grad_q = grad_q * _row(factors, RHO, wide)
@@ -150,7 +124,7 @@ def _queries(
         grad_q = warpgroup_mma(pairs, k, grad_q, is_async=True)
         mbarrier.wait(full.index(QUERIES), phase)
         grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
-        _release(empty.index(KEYS))
+        release(empty.index(KEYS))
         mbarrier.arrive(taken.index(PAIRS))
         rows = in_float32(q.load(wide))
         along = gl.sum(grad_q * rows, axis=1)
@@ -159,12 +133,12 @@ def _queries(
         mbarrier.wait(taken.index(GRAD_Q), phase ^ 1)
         grad_q_tile.store(grad_q.to(dtype))
         fence_async_shared()
-        _release(made.index(GRAD_Q))
+        release(made.index(GRAD_Q))
         mbarrier.arrive(empty.index(QUERIES))
         mbarrier.arrive(empty.index(NUMBERS + (i & 1)))
         mbarrier.wait(taken.index(QUERY_SUMS + (i & 1)), (i >> 1 & 1) ^ 1)
         sums.index(FROM_QUERY + SUMS * (i & 1)).store(along)
-        _release(made.index(QUERY_SUMS + (i & 1)))
+        release(made.index(QUERY_SUMS + (i & 1)))
 
 
 @gluon.jit
@@ -181,7 +155,7 @@ def _keys(
     for i in range(0, steps):
         phase = i & 1
         zero = unknown_zero(num_tokens, i)
-        _, solved, state, v_new, grad_state, _, k, q = _tiles_at(slots, zero)
+        _, solved, state, v_new, grad_state, _, k, q = tiles_at(slots, zero)
         pairs, system, grad_k_tile = all_pairs.index(zero), systems.index(zero), grad_k_tiles.index(zero)
         factors = all_factors.index(i & 1)
         mbarrier.wait(full.index(SOLVED), phase)
@@ -202,10 +176,10 @@ def _keys(
         from_end = gl.zeros([C, K], gl.float32, wide)
         from_end = warpgroup_mma(v_new, grad_state.permute((1, 0)), from_end, use_acc=False, is_async=True)
         read = warpgroup_mma_wait(1, deps=(read,))
-        _release(empty.index(SOLVED))
+        release(empty.index(SOLVED))
         mbarrier.arrive(empty.index(STATE))
         from_end = warpgroup_mma_wait(0, deps=(from_end,))
-        _release(empty.index(V_NEW))
+        release(empty.index(V_NEW))
         mbarrier.arrive(empty.index(GRAD_STATE))
 
         mbarrier.wait(full.index(KEYS), phase)
@@ -231,7 +205,7 @@ def _keys(
         end_dots = end_dots * _numbers(factors, KAPPA, vector, 0, C)
         below_dots = below_dots - read_dots * _numbers(factors, READ, vector, 0, C)
         grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
-        _release(empty.index(QUERIES))
+        release(empty.index(QUERIES))
         mbarrier.arrive(taken.index(PAIRS))
         keys = in_float32(k.load(wide))
         along = gl.sum(grad_k * keys, axis=1)
@@ -240,14 +214,14 @@ def _keys(
         mbarrier.wait(taken.index(GRAD_K), phase ^ 1)
         grad_k_tile.store(grad_k.to(dtype))
         fence_async_shared()
-        _release(made.index(GRAD_K))
+        release(made.index(GRAD_K))
         mbarrier.arrive(empty.index(KEYS))
         mbarrier.wait(taken.index(KEY_SUMS + (i & 1)), (i >> 1 & 1) ^ 1)
         place = SUMS * (i & 1)
         sums.index(FROM_KEY + place).store(2 * below_dots - along)
         sums.index(AT_END + place).store(end_dots)
         sums.index(FROM_SYSTEM + place).store(system_dots - read_dots * from_start)
-        _release(made.index(KEY_SUMS + (i & 1)))
+        release(made.index(KEY_SUMS + (i & 1)))
         mbarrier.arrive(empty.index(NUMBERS + (i & 1)))
 
 
@@ -287,7 +261,7 @@ def _gates(
     where = token.to(gl.int64) * H + tokens_in * H
     gl.store(grad_g_ptr + where, grad_g, mask=tokens_in < num_tokens - token)
     gl.store(grad_beta_ptr + where, grad_beta, mask=tokens_in < num_tokens - token)
-    _release(empty.index(NUMBERS + place))
+    release(empty.index(NUMBERS + place))
     mbarrier.arrive(taken.index(QUERY_SUMS + place))
     mbarrier.arrive(taken.index(KEY_SUMS + place))
 
@@ -313,7 +287,7 @@ def _values(
     offset = gl.expand_dims(ts, 1) * (H * V) + gl.expand_dims(vs, 0)
     for i in range(0, steps):
         phase = i & 1
-        _, solved, state, _, grad_state, v, _, _ = _tiles_at(slots, unknown_zero(num_tokens, i))
+        _, solved, state, _, grad_state, v, _, _ = tiles_at(slots, unknown_zero(num_tokens, i))
         factors = all_factors.index(i & 1)
         dots = state_dots.index(i & 1)
         value_sums = sums.index(FROM_VALUE + SUMS * (i & 1))
@@ -329,7 +303,7 @@ def _values(
             start = (token + row).to(gl.int64) * (H * V)
             inside = gl.expand_dims(ts < num_tokens - token - row, 1)
             gl.store(grad_v_ptr + start + offset, grad_v.to(dtype), mask=inside & (gl.expand_dims(vs, 0) < V))
-        _release(empty.index(SOLVED))
+        release(empty.index(SOLVED))
         mbarrier.arrive(empty.index(VALUES))
         mbarrier.wait(full.index(STATE), phase)
         mbarrier.wait(full.index(GRAD_STATE), phase)
@@ -337,7 +311,7 @@ def _values(
             before = in_float32(state.slice(row, PIECE).load(tile))
             grad_after = in_float32(grad_state.slice(row, PIECE).load(tile))
             dots.slice(row, PIECE).store(gl.sum(before * grad_after, axis=1))
-        _release(empty.index(STATE))
+        release(empty.index(STATE))
         mbarrier.arrive(empty.index(GRAD_STATE))
         if i > 0:
             _gates(i - 1, all_factors, sums, state_dots, barriers, grad_g_ptr, grad_beta_ptr, first, num_tokens, H)
@@ -355,7 +329,7 @@ def _load(desc, row, column, slot, full, empty, tile, phase):
 def _fetch(descs, slots, all_factors, barriers, key_column, v_column, row, first, steps):
     """All loads, of each chunk in the order in which the places become free."""
     grad_o_desc, solved_desc, states_desc, v_new_desc, grad_states_desc, v_desc, factors_desc, k_desc, q_desc = descs
-    grad_o, solved, state, v_new, grad_state, v, k, q = _tiles_at(slots, 0)
+    grad_o, solved, state, v_new, grad_state, v, k, q = tiles_at(slots, 0)
     full, empty, _, _ = barriers
     C: gl.constexpr = k.shape[0]
     K: gl.constexpr = k.shape[1]

@@ -25,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from .hopper_common import release, tiles_at
 from .hopper_mamba3_groups import (
     AT_END,
     BOTH,
@@ -57,11 +58,10 @@ from .hopper_mamba3_groups import (
     keys,
     queries,
     reciprocal,
-    release,
     starts,
-    tiles_at,
     values,
 )
+from .hopper_mamba3_tiles import log_two
 
 _LENGTHS = ["num_tokens", "num_chunks", "first_chunk"]
 
@@ -81,11 +81,6 @@ def _barrier(count: gl.constexpr):
     barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(barrier, count=count)
     return barrier
-
-
-@gluon.jit
-def _log_two(x):
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -180,7 +175,7 @@ def _numbers(
         numbers.index(first + OWN).store(own)
         log = gate_sum * 1.4426950408889634  # for powers of 2
         numbers.index(first + GATE_SUM).store(log)
-        numbers.index(first + WRITTEN).store(log - _log_two(scale))
+        numbers.index(first + WRITTEN).store(log - log_two(scale))
         numbers.index(first + FROM_START).store(gl.where(start < 0, gl.exp(gate_sum), 0.0))
         to_end = gl.where(ts >= last_start, gate_total - gate_sum, float("-inf"))
         numbers.index(first + TO_END).store(scale * gl.exp(to_end))

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_common import in_float32, unknown_zero
+from .hopper_common import in_float32, release, tiles_at, unknown_zero
 
 # What is fetched, and how many warpgroups read it: q, k and their turns; x and dY; z and dy; S~; E; the numbers, which
 # have two places.
@@ -26,31 +26,6 @@ FROM_STATE, AT_END, TRACE, GRAD_BOTH, LOG_ROW, LOG_COLUMN, BOTH = map(gl.constex
 # of the sums; GRADS: dz and dx.
 PAIRS, THETA, GRADS, SUMS = map(gl.constexpr, range(4))
 TAKERS = gl.constexpr((2, 1, 1, 1))
-
-
-@gluon.jit
-def release(barrier):
-    """Of a place: only when all warps of the group are done with it.
-
-    That is: products with it are waited for, and what all values that were loaded from it went into is stored.
-    """
-    gl.thread_barrier()
-    mbarrier.arrive(barrier)
-
-
-@gluon.jit
-def tiles_at(tiles, i):
-    """What was fetched."""
-    return (
-        tiles[0].index(i),
-        tiles[1].index(i),
-        tiles[2].index(i),
-        tiles[3].index(i),
-        tiles[4].index(i),
-        tiles[5].index(i),
-        tiles[6].index(i),
-        tiles[7].index(i),
-    )
 
 
 @gluon.jit

@@ -109,6 +109,14 @@ def test_an_output_projection_with_a_hook_is_called(calls):
     assert_same_bits(*found)
 
 
+def test_documents_are_checked_as_the_parts_do(calls):
+    for overlap in ("on", "off"):
+        x, state = make_arguments(layer := make_layer(overlap))
+        with pytest.raises(ValueError, match=r"docs\[0, 0\] = 3"):  # by a block, which calls no mixer but this
+            layer.update(x, state, torch.full((2, TOKENS), 3))
+    assert len(calls) == 1
+
+
 def test_an_empty_batch(calls):
     found = results(make_layer("on"), batch=0)
     assert len(calls) == 1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stateflow.chunks import ChunkPlan
-from stateflow.pipeline.accounting import PoolPeak, StageFootprint, in_flight_profile, predict
+from stateflow.pipeline.accounting import PoolPeak, StageFootprint, held_bytes, in_flight_profile, predict
 from stateflow.pipeline.lowering import lower
 from stateflow.pipeline.policies import build_schedule
 from stateflow.pipeline.schedule import Action, Kind
@@ -97,6 +97,7 @@ def intervals(row, stage, plan, footprint, num_microbatches):
             backward.append(at[Kind.B] if at[Kind.B] is not None else at[Kind.I])
             if at[Kind.I] is not None:
                 yield "weight_work", at[Kind.I], at[Kind.W], length * footprint.weight_bytes_per_token
+            yield "saved", forward[i], backward[i], length * footprint.saved_bytes_per_token
             yield "units", forward[i], retired[i], 1
             yield "tokens", forward[i], retired[i], length
             num_bytes = length * footprint.activation_bytes_per_token
@@ -130,6 +131,15 @@ def pool_of(things, *pools):
     return PoolPeak(peak_of(things, *pools), sum(owned.values()), num_bytes)
 
 
+def bytes_of(things, now, *, after):
+    """Of all things that are there while the action at step ``now`` runs, or ``after`` it."""
+    total = 0
+    for name, start, stop, amount in things:
+        if name not in ("units", "tokens") and start <= now and (now < stop if after else now <= stop):
+            total += amount * name[2] if isinstance(name, tuple) else amount
+    return total
+
+
 def check_against_oracle(peaks, things):
     assert peaks.units == peak_of(things, "units")
     assert peaks.tokens == peak_of(things, "tokens")
@@ -160,7 +170,7 @@ def test_prediction_equals_the_oracle(schedule, seed):
     rng = random.Random(seed)
     lengths = [rng.randint(1, 3) for _ in range(schedule.num_chunks)]
     plan = ChunkPlan.explicit(sum(lengths), lengths)
-    footprints = [StageFootprint(*(rng.randint(0, 9) for _ in range(7))) for _ in range(schedule.num_stages)]
+    footprints = [StageFootprint(*(rng.randint(0, 9) for _ in range(10))) for _ in range(schedule.num_stages)]
     footprints[0] = dataclasses.replace(footprints[0], carry_grad_bytes=None)
     lowered = lower(schedule)
     prediction = predict(schedule, plan, footprints)
@@ -174,6 +184,14 @@ def test_prediction_equals_the_oracle(schedule, seed):
             all_things += things
         check_against_oracle(prediction.ranks[rank], all_things)
         assert max(in_flight_profile(schedule)[rank]) == prediction.ranks[rank].units
+        held = held_bytes(lowered, plan, footprints)[rank]
+        for step, (action, (during, after)) in enumerate(zip(row, held, strict=True)):
+            one, length, working = footprints[action.stage], lengths[action.chunk], 0
+            if action.is_compute:
+                each = one.forward_bytes_per_token if action.kind is Kind.F else one.backward_bytes_per_token
+                working = one.working_bytes + length * each
+            assert during == bytes_of(all_things, step, after=False) + working
+            assert after == bytes_of(all_things, step, after=True)
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))

@@ -8,8 +8,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 from stateflow.chunks import ChunkPlan
 from stateflow.model import global_name
-from stateflow.pipeline.deferred import DeferredWeights, held_bytes, run_all
+from stateflow.pipeline.deferred import DeferredWeights, WeightWork, held_bytes, run_all
 from stateflow.pipeline.stage import UnitOrderError
+from stateflow.recompute import Recomputed
 from tests import cases
 
 
@@ -78,6 +79,51 @@ def test_w_before_i_and_a_forgotten_w_are_errors():
         stage.assert_drained()
     stage.reset()
     stage.assert_drained()
+
+
+def test_a_backward_that_raised_leaves_the_next_one_alone():
+    _, _, stage = make_stage(["gdn"], [4])
+    tokens, labels = cases.make_batch(1, 4, seed=4)
+
+    def broken(*_):
+        raise ZeroDivisionError
+
+    stage.forward(0, 0, tokens, target=labels)
+    with pytest.raises(ZeroDivisionError):
+        stage.backward(0, 0, input_only=True, engine=broken)
+    stage.reset()
+    stage.forward(0, 0, tokens, target=labels)
+    stage.backward(0, 0, input_only=True)
+    stage.weight_backward(0, 0)
+    stage.assert_drained()
+
+
+@pytest.mark.parametrize("wrap", [lambda block: block, Recomputed], ids=["kept", "recomputed"])
+def test_frozen_projections_leave_nothing_for_w(wrap):
+    block = cases.make_model(["gdn"]).layers["0"]
+    frozen = [block.mixer.k_proj, block.mixer.o_proj, block.feed_forward.w2]
+    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+    layer, x = wrap(block), torch.randn(1, 3, 12, dtype=torch.float64, requires_grad=True)
+    deferred = DeferredWeights(layer)
+    for linear in frozen:
+        linear.weight.requires_grad_(False)
+    with deferred.collecting() as work:
+        y, _ = layer(x, block.mixer.initial_state(1, "cpu", x.dtype), None)
+        y.sum().backward()
+    assert {id(entry.weight) for entry in work} == {id(m.weight) for m in linears if m not in frozen}
+
+
+def test_what_waits_is_of_the_types_that_were_multiplied_and_counted_once():
+    wide, narrow = nn.Linear(3, 2, dtype=torch.float64), nn.Linear(3, 2)
+    x = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
+    deferred = DeferredWeights(nn.ModuleList([wide, narrow]))
+    with deferred.collecting() as work:
+        (narrow(x[0].float()) + wide(x[0]) + wide(x[1])).sum().backward()
+    by_weight = {id(wide.weight): torch.float64, id(narrow.weight): torch.float32}
+    assert all(entry.x.dtype == entry.grad.dtype == by_weight[id(entry.weight)] for entry in work)
+    grad = torch.zeros(4, 2)
+    shared = [WeightWork(wide.weight, None, part.detach(), grad, None) for part in x]  # two views of one storage
+    assert held_bytes(shared) == x.untyped_storage().nbytes() + grad.untyped_storage().nbytes()
 
 
 class TwoProjections(nn.Module):

@@ -190,6 +190,30 @@ def test_reports_list_what_was_sent_and_tell_sends_from_receives():
     ]
 
 
+class Work:
+    def __init__(self):
+        self.timeouts: list = []
+
+    def wait(self, *timeout) -> None:
+        self.timeouts += timeout
+
+
+def test_a_host_waits_as_long_as_the_timeout_of_now_and_a_device_by_itself():
+    now, work = [], Work()
+    progress = Progress(0, lambda: now[0])
+    for seconds in (7.0, 3.0, None):
+        now[:] = [seconds]
+        progress.wait(work)
+    assert [t.total_seconds() for t in work.timeouts] == [7.0, 3.0]
+    progress = Progress(0, lambda: 7.0, Mark)
+    with progress.with_peer(1):  # the start of an operation: the device has not been given anything to wait for
+        progress.wait(work)
+    assert len(work.timeouts) == 2 and not progress.marks
+    with progress.with_peer(1, (Kind.SEND_F, 1, 0, 0)):
+        progress.wait(work)
+    assert len(progress.marks) == 1
+
+
 def test_other_errors_get_a_note_of_the_place_and_peers_errors_a_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(watchdog.publish.__globals__["REPORTS"], str(tmp_path))
     monkeypatch.setenv("RANK", "3")
@@ -202,6 +226,12 @@ def test_other_errors_get_a_note_of_the_place_and_peers_errors_a_report(tmp_path
         progress.step(), progress.action(Action(1, Kind.SEND_F, 0, 0)), progress.with_peer(2),
     ):  # fmt: skip
         raise RuntimeError("closed")
+    with (
+        pytest.raises(torch.OutOfMemoryError) as own_fault,
+        progress.step(), progress.action(Action(1, Kind.RECV_F, 0, 0)), progress.with_peer(0),
+    ):  # fmt: skip
+        raise torch.OutOfMemoryError
+    assert "failed" in own_fault.value.__notes__[0]
     assert str(caught.value) in capsys.readouterr().err
     assert (tmp_path / "rank_3.txt").read_text() == f"{caught.value}\n"
 

@@ -1,5 +1,7 @@
 """Layers that are recomputed by `Recomputed`, and working weights: the gradients of layers that keep everything."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -168,6 +170,45 @@ def test_only_inputs_live_and_the_last_product_is_left_out(monkeypatch):
     y.sum().backward()
     assert calls == [layer.mixer.o_proj, layer.feed_forward.w2, layer.mixer.o_proj]
 
+    kept.clear()  # the same where only the state needs a gradient, as behind a frozen embedding
+    state = tuple(t.requires_grad_() for t in state)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(x.detach(), state, None)
+    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (x, *state)}
+
+
+def test_a_recorded_backward_is_one_of_the_inputs_that_need_a_gradient():
+    _, (stage,) = make_stages(["gdn"], 1, graphs=LayerGraphs(Repeats()))
+    layer, plain = stage.module.layers["0"], cases.make_model(["gdn"]).layers["0"]
+    x = torch.randn(1, 5, 12, dtype=torch.float64)
+    for needs_grad in (False, False, True, True, False):
+        grads = []
+        for block in (layer, plain):
+            leaf = x.clone().requires_grad_(needs_grad)
+            state = [t.requires_grad_() for t in layer.mixer.initial_state(1, "cpu", torch.float64)]
+            block(leaf, tuple(state), None)[0].square().sum().backward()
+            grads.append([leaf.grad, *(t.grad for t in state)])
+        for got, want in zip(*grads, strict=True):
+            assert (got is None) == (want is None)
+            if want is not None:
+                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_an_update_that_needs_no_gradient_may_be_handed_one():
+    _, (stage,) = make_stages(["attention"], 1)
+    layer, plain = stage.module.layers["0"], cases.make_model(["attention"]).layers["0"]
+    x, results = torch.randn(1, 3, 12, dtype=torch.float64), []
+    for block in (layer, plain):
+        block.mixer.wk.weight.requires_grad_(False)
+        block.mixer_norm.weight.requires_grad_(False)
+        state = [torch.linspace(0, 1, 2 * math.prod(spec.shape), dtype=torch.float64).view(1, 2, *spec.shape)
+                 .requires_grad_() for spec in layer.mixer.state_spec(torch.float64)]  # fmt: skip
+        y, (k, _) = block(x, tuple(state), None)
+        (y.square().sum() + (k.sum() if k.requires_grad else 0)).backward()
+        results.append([t.grad for t in state])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
 
 def test_outputs_without_a_gradient_and_no_gradient_at_all():
     _, (stage,) = make_stages(["gdn"], 1)
@@ -215,6 +256,13 @@ class TestWorkingWeights:
             # Autograd rounds each gradient to 16 bits first.
             torch.testing.assert_close(p.grad, total, rtol=1e-2, atol=1e-2)
 
+    def test_no_sum_is_rounded_to_the_working_dtype(self):
+        linear = nn.Linear(3, 2)
+        WorkingWeights(linear, torch.bfloat16)
+        linear(torch.ones(257, 3, dtype=torch.bfloat16)).sum().backward()
+        assert (linear._parameters["weight"].grad == 257).all()  # in 16 bits 256
+        assert (linear._parameters["bias"].grad == 257).all()
+
     def test_a_step_of_the_optimizer_is_seen_and_buffers_stay(self):
         model, _ = self.make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -229,6 +277,15 @@ class TestWorkingWeights:
             for module in model:
                 assert torch.equal(module.weight, module._parameters["weight"].bfloat16())
         assert len(places) == 1
+
+    def test_a_new_step_casts_whatever_the_version_counters_say(self):
+        model, _ = self.make()
+        x = torch.randn(5, 3, dtype=torch.bfloat16)
+        model(x).sum().backward()
+        model[0]._parameters["weight"].data.mul_(2)  # uncounted
+        model.zero_grad()
+        model(x)
+        assert torch.equal(model[0].weight, model[0]._parameters["weight"].bfloat16())
 
     def test_a_gradient_that_someone_replaced_counts(self):
         model, _ = self.make()

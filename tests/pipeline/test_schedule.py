@@ -125,3 +125,28 @@ TEXT = build_schedule("1f1b", 2, 1, 2).to_text()
 def test_text_that_is_no_schedule_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         Schedule.from_text(text)
+
+
+@pytest.mark.parametrize("policy", ["1f1b", "zero_bubble", "v_shape"])
+def test_a_table_says_everything_else_itself(policy):
+    schedule = build_schedule(policy, 2, 3, 4, 2)
+    expected = dataclasses.replace(schedule, policy="imported")
+    assert Schedule.from_csv(schedule.to_csv()) == expected == Schedule.from_csv(schedule.to_csv(), num_chunks=7)
+    # As torch writes actions, with idle time between them and a remark.
+    rows = [[f"{a.stage}{a.kind}{schedule.unit(a.microbatch, a.chunk)}" for a in row] for row in schedule.table]
+    text = "# ours\n\n" + "\n".join(", ,".join(row) + "," for row in rows)
+    assert Schedule.from_csv(text, num_chunks=4) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "num_chunks", "message"),
+    [
+        ("0F0.0,0B0.0\n1F0.0,,1X0.0", None, "line 2, cell 3 of the schedule: '1X0.0' is no action"),
+        ("0F0,0B0", None, "line 1, cell 1 of the schedule: '0F0' counts units, which need a number of chunks"),
+        ("\n# nothing\n", 2, "the schedule holds no action; write one line a rank"),
+        ("0F0.0,0B0.0\n2F0.0,2B0.0", None, "no rank of the schedule runs stage 1, but one runs stage 2"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_refused(text, num_chunks, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.from_csv(text, num_chunks)

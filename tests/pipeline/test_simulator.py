@@ -171,6 +171,15 @@ def test_working_memory_counts_while_an_action_runs():
     ]  # fmt: skip
 
 
+def test_a_buffer_is_there_from_the_end_of_the_action_before_its_receive():
+    schedule = build_schedule("1f1b", 2, 1, 1)  # F0, F1, B1, B0, one second each
+    simulation = simulate(schedule, lambda action: 1)
+    first, last = memory_over_time(simulation, ChunkPlan((0, 3)), StageFootprint(activation_bytes_per_token=10))
+    points = [[(p.time, p.num_bytes) for p in row] for row in (first, last)]
+    assert points[0] == [(0, 0), (0, 0), (1, 0), (1, 0), (1, 30), (3, 30), (4, 0)]
+    assert points[1] == [(0, 0), (0, 30), (1, 30), (2, 30), (2, 30), (3, 0), (3, 0)]
+
+
 def test_latency_and_bandwidth_by_hand():
     schedule = build_schedule("1f1b", 2, 1, 2)  # rank 0: F0 F1 B1 B0, rank 1 the same
     simulation = simulate(schedule, lambda action: 1, Link(latency=3, bandwidth=0.5), lambda action: 1)

@@ -16,7 +16,7 @@ from stateflow.chunks import ChunkPlan
 from stateflow.loss import CrossEntropySum, cross_entropy_sum
 from stateflow.pipeline.local import run_local
 from stateflow.pipeline.split import split_model
-from stateflow.pipeline.stage import UnitOrderError
+from stateflow.pipeline.stage import UnitOrderError, run_autograd
 from tests import cases
 
 
@@ -47,13 +47,20 @@ def test_backward_needs_its_forward():
         stage.backward(0, 2)
 
 
-def test_a_unit_left_behind_is_reported():
+def test_what_is_left_behind_is_reported_and_forgotten_by_a_reset():
     stage, _, tokens, labels = one_stage()
-    stage.forward(0, 0, tokens[0], target=labels[0])
-    with pytest.raises(UnitOrderError, match="left after the step"):
+    stage.split_backward()
+    for i in range(3):
+        stage.forward(0, i, tokens[i], target=labels[i])
+    stage.backward(0, 2, input_only=True)
+    stage.forward(1, 0, tokens[0], target=labels[0])
+    with pytest.raises(UnitOrderError, match="left after the step") as caught:
         stage.assert_drained()
+    for what in ("units", "carries", "windows", "state gradients", "units without W"):
+        assert f"'{what}'" in str(caught.value)
     stage.reset()
     stage.assert_drained()
+    stage.forward(1, 0, tokens[0], target=labels[0])  # from the first chunk again
 
 
 def test_wrong_chunk_length_is_refused():
@@ -146,14 +153,25 @@ def test_what_the_loss_needs_is_let_go_in_the_backward():
     assert not [t for t in kept if cases.VOCAB in t.shape and t.dim() == 2 and t.shape != (cases.VOCAB, 12)]
     put_off = stage._units[0, 0].put_off
     assert [tuple(t.shape) for t in (*put_off.output, put_off.target)] == [(1, 4, 12), (cases.VOCAB, 12), (1, 4)]
-    hidden = weakref.ref(put_off.output[0].untyped_storage())
+    hidden, grads = weakref.ref(put_off.output[0].untyped_storage()), []
     for i in (1, 2):
         stage.forward(0, i, tokens[i], target=labels[i])
-    for i in (2, 1, 0):
-        stage.backward(0, i)
     del put_off
-    gc.collect()
-    assert hidden() is None
+
+    def engine(root, leaves, last_backward):
+        (unit,) = (unit for unit in stage._units.values() if unit.root is root)
+        grads.append(weakref.ref(unit.grad_slot[0].untyped_storage()))
+        gc.collect()
+        assert unit.put_off is None and (unit is not stage._units[0, 0] or hidden() is None)
+        del unit
+        found = run_autograd(root, leaves, last_backward)
+        gc.collect()
+        assert grads[-1]() is None  # let go of as soon as it is used
+        return found
+
+    for i in (2, 1, 0):
+        stage.backward(0, i, engine=engine)
+    assert len(grads) == 3
 
 
 def test_evaluation_keeps_nothing():
@@ -181,6 +199,14 @@ def test_a_given_initial_state_serves_one_pass():
     assert not torch.equal(given[0], plain[0])
     assert all(torch.equal(a, b) for a, b in zip(losses(training=True), plain, strict=True))
 
+    stage.start(0, carries)
+    for expected in (given, plain):
+        assert all(torch.equal(a, b) for a, b in zip(losses(training=True), expected, strict=True))
+    assert not any(t.requires_grad for t in carries.values(True, True)), "the caller's own tensors stay as they are"
+    assert stage.initial_state_grads.keys() == {0}
+    stage.reset()
+    assert not stage.initial_state_grads
+
 
 def test_a_view_is_copied_out_of_its_chunk():
     chunk = torch.randn(1, 1000, 4)
@@ -196,6 +222,18 @@ def test_window_gradients_accumulate_in_float32():
     window.add_prefix_grad(torch.full((1, 2, 1), 1.0, dtype=torch.bfloat16))
     assert window.grads.dtype == torch.float32
     assert window.chunk_grad(0, 4).flatten().tolist() == [2.0, 2.0, 1.0, 1.0]
+
+
+def test_the_footprint_of_16_bit_windows_is_what_they_and_their_gradients_take():
+    plan = ChunkPlan.explicit(7, [4, 3])
+    (stage,) = cases.make_stages(cases.make_model(["attention"], torch.bfloat16), 1, plan)
+    tokens, labels = (plan.split(x) for x in cases.make_batch(1, 7, seed=0))
+    for i in range(2):
+        stage.forward(0, i, tokens[i], target=labels[i])
+    stage.backward(0, 1)
+    usage, footprint = stage.usage(), stage.footprint(1, 12)
+    assert usage.window_bytes == 7 * footprint.window_bytes_per_token > 0
+    assert usage.window_grad_bytes == 7 * footprint.window_grad_bytes_per_token == 2 * usage.window_bytes
 
 
 def test_repeated_runs_give_the_same_bits():

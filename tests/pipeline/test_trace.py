@@ -81,6 +81,35 @@ def test_predicted_step_time_is_within_a_tenth_of_the_measured_one(workers, tmp_
     assert own == pytest.approx(median, rel=0.1)
 
 
+def test_ranks_are_put_together_by_the_wall_clock(tmp_path):
+    schedule = build_schedule("1f1b", 2, 1, 1)
+    for rank, (wall, peak) in enumerate([(100.0, 7), (99.5, 5)]):  # the second rank's clock begins earlier
+        trace = ActionTrace("cpu")
+        for step, length in enumerate((4.0, 2.0, 8.0)):
+            times = [(0.5, 1.0), (3.0, 3.0 + length)] if rank == 0 else [(1.75, 2.0), (2.25, 3.0)]
+            actions = [[str(a), *span] for a, span in zip(schedule.table[rank], times, strict=True)]
+            trace.steps.append({"step": step, "wall": wall, "actions": actions})
+        path = trace.write(tmp_path, rank, schedule, [4])
+        path.write_text(json.dumps({**json.loads(path.read_text()), "peak_bytes": peak}))
+    trace = read_trace(tmp_path)
+    assert trace.peak_bytes == 7 and [step.step_time for step in trace.steps] == [6.5, 4.5, 10.5]
+    assert trace.median_step() is trace.steps[0]
+    spans = {str(span.action): (span.start, span.end) for row in trace.steps[0].spans for span in row}
+    assert spans == {"0F0.0": (0.0, 0.5), "0B0.0": (2.5, 6.5), "1F0.0": (0.75, 1.0), "1B0.0": (1.25, 2.0)}
+    costs = {str(action): seconds for action, seconds in trace.mean_costs().items()}
+    assert costs == pytest.approx({"0F0.0": 0.5, "0B0.0": 14 / 3, "1F0.0": 0.25, "1B0.0": 0.75})
+
+
+def test_events_of_a_gpu_count_milliseconds():
+    class Event:
+        def elapsed_time(self, other):
+            return 1500.0
+
+    trace = ActionTrace("cuda")
+    trace._base = Event()
+    assert trace._seconds(Event()) == 1.5
+
+
 def test_traces_that_do_not_belong_together_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no rank_\*.json there; train with \[stateflow\] trace = true"):
         read_trace(tmp_path)

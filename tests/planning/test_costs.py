@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -10,11 +11,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stateflow.chunks import ChunkCost, ChunkPlan, default_multiple
+from stateflow.loss import cross_entropy_sum
 from stateflow.model import LanguageModel, count_parameters, flops_per_token
-from stateflow.pipeline.schedule import Kind
+from stateflow.pipeline.accounting import held_bytes
+from stateflow.pipeline.lowering import lower
+from stateflow.pipeline.policies import build_schedule
+from stateflow.pipeline.schedule import Action, Kind
+from stateflow.pipeline.simulator import Link, simulate
 from stateflow.pipeline.split import split_model
 from stateflow.pipeline.stage import ChunkStage
-from stateflow.planning.analytic import Analytic, best_cell
+from stateflow.planning.analytic import Analytic, Cell, best_cell
 from stateflow.planning.costs import layer_cost, stage_costs, static_bytes
 from stateflow.planning.devices import DEVICES, device_named
 from stateflow.planning.job import Job
@@ -46,6 +52,9 @@ def test_flops_of_a_sequence_are_those_of_the_model(flavor):
         for stage in stages
     )
     assert total == pytest.approx(seq_len * flops_per_token(config, seq_len), rel=1e-12)
+    # And of a chunk they are those by which [stateflow] skew cuts.
+    of_chunk = [(*stage.forward_flops(3000, 96).values(), *stage.backward_flops(3000, 96).values()) for stage in stages]
+    assert sum(map(sum, of_chunk)) == pytest.approx(chunk_cost(config, seq_len).cost(3000, 96), rel=1e-12)
     assert sum(stage.parameters for stage in stages) == count_parameters(config)
 
 
@@ -111,6 +120,51 @@ def saved_bytes_a_token(block: nn.Module, dim: int, num_tokens: int = 512) -> fl
         sizes.pop(tensor.untyped_storage().data_ptr(), None)
     del result
     return sum(sizes.values()) / num_tokens
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_stage_keeps_what_is_counted_until_its_backward(number):
+    """What autograd saves and what waits for the loss: not the received input, whose buffer is counted apart."""
+    config = dataclasses.replace(FLAVORS["tiny"], pattern=["gdn"], num_layers=3, backend="chunk")
+    tokens, sizes = 512, {}
+
+    def note(tensor):
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    part = split_model(LanguageModel(config), 3)[number]
+    stage = ChunkStage(part, ChunkPlan((0, tokens)), is_last=number == 2, loss_fn=cross_entropy_sum)
+    ids = torch.randint(config.vocab_size, (1, tokens))
+    x = ids if number == 0 else torch.randn(1, tokens, config.dim)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        stage.forward(0, 0, x, target=ids.clone() if number == 2 else None)
+    unit = stage._units[0, 0]
+    if unit.put_off is not None:
+        for tensor in (*unit.put_off.output, unit.put_off.target):
+            note(tensor)
+    for tensor in (*part.parameters(), *unit.carries, *([] if number == 0 else [x])):
+        sizes.pop(tensor.untyped_storage().data_ptr(), None)
+    counted = stage_costs(make_job(config, num_ranks=3, seq_len=tokens))[number].footprint.saved_bytes_per_token
+    norm = 4 * (config.dim + 1) if number == 2 else 0  # kept by the last norm on a CPU only: its input over the root
+    assert sum(sizes.values()) / tokens - norm == pytest.approx(counted, abs=1)
+
+
+def test_a_stage_is_counted_once_a_sequence_and_works_in_logits_and_a_layer():
+    config = dataclasses.replace(FLAVORS["tiny"], pattern=["gdn", "attention"])
+    jobs = [dataclasses.replace(make_job(config, recompute="full"), microbatch_size=n) for n in (1, 3)]
+    (first, last), (first_of_3, last_of_3) = (stage_costs(job) for job in jobs)
+    for one, three in ((first, first_of_3), (last, last_of_3)):
+        for field in dataclasses.fields(one.footprint):
+            value = getattr(one.footprint, field.name)
+            if field.name not in ("working_bytes", "carry_grad_bytes"):
+                assert getattr(three.footprint, field.name) == 3 * value > 0, field.name
+        again = one.footprint.backward_bytes_per_token - one.footprint.forward_bytes_per_token
+        assert again == max(layer.saved_bytes for layer in one.layers)  # of the layer that is computed again
+    assert [job.message_bytes(5) for job in jobs] == [5 * config.dim * 4, 3 * 5 * config.dim * 4]
+    every_second = dataclasses.replace(jobs[0], recompute="selective", recompute_every=2)
+    assert [every_second.recomputes(n) for n in range(5)] == [False, True, False, True, False]
+    logits, head = 64 * config.vocab_size * 4, config.vocab_size * config.dim * 4
+    assert first.footprint.working_bytes == 0 and last.footprint.working_bytes == 2 * logits + head
 
 
 def test_recomputation_saves_inputs_only_and_costs_a_forward():
@@ -188,6 +242,63 @@ def test_prediction_of_uniform_work_is_eq_15():
     whole = analytic.cell(1, 0.0).step_time / (6 + 3)
     for num_chunks in (2, 4, 8):
         assert analytic.cell(num_chunks, 0.0).step_time == pytest.approx((6 + 3 / num_chunks) * whole)
+
+
+@pytest.mark.parametrize(("recompute", "backward"), [("none", 2), ("full", 3)])
+def test_an_action_takes_as_long_as_its_work_or_its_launches(recompute, backward):
+    job, plan = make_job(recompute=recompute), ChunkPlan.build(64, 4)
+    free, idle, bound = (
+        Analytic(job, dataclasses.replace(DEVICES["cpu"], launch_seconds=launch)).cost(plan)
+        for launch in (0.0, 1e3, 9e-6)
+    )
+    layers, bounds = len(job.parts[0]) - 1, set()
+    assert layers == len(job.parts[1]) - 2 == 2
+    for stage, head in ((0, 0), (1, 1)):  # head and loss run in the backward
+        launches = {Kind.F: layers, Kind.B: backward * layers + 2 * head, Kind.W: layers / 2}
+        launches[Kind.I] = launches[Kind.B] - launches[Kind.W]
+        for kind, count in launches.items():
+            for chunk in range(4):
+                action = Action(stage, kind, 0, chunk)
+                assert idle(action) == 1e3 * count
+                assert bound(action) == pytest.approx(max(free(action), 9e-6 * count))
+                bounds.add(free(action) > 9e-6 * count)
+    assert bounds == {True, False}
+
+
+def test_messages_take_time_and_stages_belong_to_the_ranks_of_the_schedule():
+    device = dataclasses.replace(DEVICES["cpu"], link_latency=0.5, link_bandwidth=1e5)
+    config = dataclasses.replace(FLAVORS["tiny"], num_layers=4)
+    job = make_job(config, num_ranks=4)
+    analytic, plan = Analytic(dataclasses.replace(job, num_ranks=2), device), ChunkPlan.build(64, 2)
+    schedule = analytic.schedule("v_shape", 2)
+    messages = (Link(0.5, 1e5), lambda action: 32 * config.dim * 4)
+    assert analytic.simulate(plan, "v_shape").step_time == simulate(schedule, analytic.cost(plan), *messages).step_time
+    static = [sum(static_bytes(job, stage.parameters).values()) for stage in analytic.stages]
+    assert len({static[0] + static[3], static[1] + static[2], static[0] + static[2], static[1] + static[3]}) > 2
+    held = held_bytes(lower(schedule), plan, [stage.footprint for stage in analytic.stages])
+    units = [max(during for during, _ in row) for row in held]
+    expected = (static[0] + static[3] + units[0], static[1] + static[2] + units[1])
+    assert analytic.peak_bytes(schedule, plan) == expected  # although the job's policy places them in a loop
+
+
+def test_orders_are_the_jobs_and_of_equal_cells_the_simplest_is_best():
+    config = dataclasses.replace(FLAVORS["tiny"], num_layers=8)
+    job = dataclasses.replace(make_job(config, num_ranks=8, recompute="full", weight_lag=1), num_ranks=4)
+    analytic = Analytic(job, DEVICES["cpu"])
+    for policy, lag in (("1f1b", None), ("zero_bubble", 1)):  # with two stages a rank both would be others
+        assert analytic.schedule(policy, 4) == build_schedule(policy, 4, 2, 4, 2, lag, recomputed=True)
+    cells = [Cell(n, skew, "1f1b", step_time=1.0, fits=True) for n, skew in ((4, 0.0), (2, 0.5), (2, 0.25), (6, 0.0))]
+    assert best_cell(cells) is cells[2]
+
+
+def test_overhead_of_chunks_is_what_whole_sequences_would_not_take():
+    plan, whole = ChunkPlan.explicit(64, [40, 16, 8]), ChunkPlan((0, 64))
+    analytic = Analytic(make_job(), dataclasses.replace(DEVICES["cpu"], launch_seconds=1e-3))
+    cost, overhead, uncut = analytic.cost(plan), analytic.overhead(plan), analytic.cost(whole)
+    for stage, kind in itertools.product((0, 1), (Kind.F, Kind.B)):
+        chunks = [Action(stage, kind, 0, chunk) for chunk in range(3)]
+        lost = sum(map(cost, chunks)) - uncut(chunks[0])
+        assert lost > 0 and sum(map(overhead, chunks)) == pytest.approx(lost)
 
 
 def test_what_does_not_fit_says_why_and_is_never_chosen():

@@ -121,6 +121,13 @@ def test_a_cache_says_what_it_holds(tmp_path):
     profiles, where = measured_stages(Cache(tmp_path / "cache.json"), facts)
     assert where == "NVIDIA H200, torch 2.11" and set(profiles) == set(profiles_on(2))
     assert all(len(profile.points) == 7 for profile in profiles.values())
+    # Where all stages are measured; of equals one and the same.
+    cache = cache_of(tmp_path / "cache.json", device="NVIDIA A100")
+    (which, profile), *_ = profiles_on(2).items()
+    cache.describe("one stage", {**key_facts(config, job, which, False), "device": "Z", "torch": "3"})
+    for point in profile.points:
+        cache.put("one stage", point)
+    assert measured_stages(Cache(tmp_path / "cache.json"), facts)[1] == "NVIDIA H200, torch 2.11"
 
 
 def test_plan_keeps_in_words_what_it_measures(tmp_path):
@@ -285,6 +292,13 @@ def test_memory_of_backwards_is_a_line():
             assert footprint.while_running(Kind.B, p.length) == pytest.approx(p.backward_bytes, abs=p.length)
             assert footprint.while_running(Kind.F, p.length) >= p.forward_bytes
     assert footprint.working_bytes == 0
+    # A chunk at 0 allocates the window of the whole sequence, too.
+    at_the_start = tuple(dataclasses.replace(p, start=0, saved_bytes=9000 * p.length) for p in points)
+    found = with_measured_memory(stage, StageProfile((*points, *at_the_start), ()))
+    assert found.footprint == with_measured_memory(stage, StageProfile(points, ())).footprint
+    steeper = tuple(dataclasses.replace(p, backward_bytes=p.length**2) for p in points)
+    footprint = with_measured_memory(stage, StageProfile(steeper, ())).footprint
+    assert footprint.working_bytes == 0 and footprint.backward_bytes_per_token == 2048  # no less than nothing
     # In a graph next to nothing is seen: what is counted is needed all the same.
     hidden = tuple(dataclasses.replace(p, forward_bytes=0, backward_bytes=5000) for p in points)
     seen, counted = (with_measured_memory(stage, StageProfile(hidden, ()), r).footprint for r in (False, True))

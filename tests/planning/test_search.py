@@ -30,7 +30,7 @@ from stateflow.planning.profile import (
     points_to_measure,
     profile_stage,
 )
-from stateflow.planning.search import Measured, best_cuts, search
+from stateflow.planning.search import KEPT, Measured, best_cuts, search
 from tests import cases
 
 from .test_costs import make_job
@@ -64,6 +64,7 @@ def test_a_surface_does_not_smooth_a_corner():
     surface = CostSurface([(0, n, max(1.0, n / 256)) for n in (64, 128, 256, 512, 1024)])
     for length in range(64, 1025, 16):
         assert surface.seconds(0, length) == pytest.approx(max(1.0, length / 256), rel=1e-9)
+    assert CostSurface([(0, 64, 1.0), (0, 128, 10.0)]).seconds(0, 16) == 0  # and none below it
     with pytest.raises(ValueError, match=r"lengths \[64\] only; two are the least"):
         CostSurface([(0, 64, 1.0)])
 
@@ -139,6 +140,11 @@ def test_memory_is_a_hard_limit():
     assert max(tight[0].peak_bytes) <= peaks[3] < max(free[0].peak_bytes)
     assert [c.fits for c in tight] == sorted((c.fits for c in tight), reverse=True)
     assert tight[0].step_time == min(c.step_time for c in tight if c.fits)
+    # However many faster ones do not fit.
+    profile = profile_of(lambda s, n: 1000.0 + n, 256)
+    limit = max(limited.peak_bytes(limited.schedule("1f1b", 32), job.plan(32, 0.0)))
+    least = search([(Measured(job, DEVICES["cpu"], memory_limit=limit).use([profile] * 2), ["1f1b"])]).candidates
+    assert sum(not c.fits for c in least) > KEPT and least[0].fits and least[0].plan.num_chunks > 2
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -180,6 +186,13 @@ def test_profiling_resumes_and_respects_its_budget(tmp_path):
     (tmp_path / "cache.json").write_text("[]")
     with pytest.raises(ValueError, match="holds no measured points"):
         Cache(tmp_path / "cache.json")
+
+
+def test_a_share_of_a_budget_began_with_it():
+    budget = Budget(10.0)
+    budget.begin -= 6.0
+    assert budget.share(0.5).spent and not budget.spent and 3.0 < budget.share(0.95).left < 3.6
+    assert Budget(None).share(0.5).left is None
 
 
 def test_a_disturbed_point_is_measured_again(tmp_path):
@@ -350,4 +363,8 @@ def test_a_plan_stays_one_for_a_model_that_is_computed_in_another_way():
     model = ModelConfig()
     for changes in (dict(backend="chunk"), dict(exact_order=False), dict(overlap_projections="on")):
         assert model_digest(dataclasses.replace(model, **changes)) == model_digest(model)
-    assert model_digest(dataclasses.replace(model, dim=512)) != model_digest(model)
+    sizes = [f.name for f in dataclasses.fields(model) if type(getattr(model, f.name)) is int]
+    assert len(sizes) >= 15
+    for name in sizes:
+        assert model_digest(dataclasses.replace(model, **{name: 2 * getattr(model, name)})) != model_digest(model), name
+    assert model_digest(dataclasses.replace(model, pattern=["gdn"])) != model_digest(model)

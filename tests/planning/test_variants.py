@@ -39,7 +39,7 @@ def cut(count: int):
 def test_every_policy_of_the_registry_is_searched_or_named():
     job = make_job(dataclasses.replace(make_job().model, num_layers=4))
     for ranks, set_, whole in ((2, False, False), (4, False, False), (2, True, False), (2, False, True)):
-        one = dataclasses.replace(job, num_ranks=ranks, parts=tuple(map(tuple, cut(ranks))))
+        one = dataclasses.replace(job, num_ranks=ranks, parts=tuple(map(tuple, cut(ranks))), weight_lag=1)
         found, left_out = variants(
             one, cut, list(POLICIES), ["none", "full"], stages_are_set=set_,
             misfit=lambda splits, mode, whole=whole: "it cannot be" if whole and splits else None,
@@ -49,6 +49,7 @@ def test_every_policy_of_the_registry_is_searched_or_named():
         assert found[0].policies[0] == "1f1b" and found[0].job.recompute == "none"
         for variant in found:
             assert variant.split == POLICIES[variant.policies[0]].splits_backward
+            assert variant.job.weight_lag == (1 if variant.split else None)
             for name in variant.policies:
                 assert POLICIES[name].stages_per_rank in (None, variant.job.stages_per_rank)
         if ranks == 2 and not set_ and not whole:

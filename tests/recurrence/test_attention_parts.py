@@ -56,16 +56,18 @@ class Plain:
     groups=st.integers(1, 2),
     repeats=st.integers(1, 3),
     scale=st.sampled_from([None, 2.0]),
+    with_docs=st.booleans(),
 )
 def test_two_parts_and_all_gradients_equal_the_full_softmax(
-    seed, batch, num_tokens, prefix_len, groups, repeats, scale
+    seed, batch, num_tokens, prefix_len, groups, repeats, scale, with_docs
 ):
     torch.manual_seed(seed)
     inputs = make_inputs(batch, num_tokens, prefix_len, groups, repeats, 4, 4)
+    docs = documents(batch, num_tokens) if with_docs else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "choose", lambda *_: Plain())
-        result = with_grads(run(inputs, prefix_len, None, scale=scale), inputs)
-    assert_close(result, with_grads(run(inputs, prefix_len, None, scale=scale, backend="reference"), inputs))
+        patch.setattr(parts, "choose", lambda _, docs: Plain() if docs is None else None)
+        result = with_grads(run(inputs, prefix_len, docs, scale=scale), inputs)
+    assert_close(result, with_grads(run(inputs, prefix_len, docs, scale=scale, backend="reference"), inputs))
 
 
 def test_the_prefix_is_handed_on_as_the_view_that_it_is():

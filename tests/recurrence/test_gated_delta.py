@@ -39,6 +39,19 @@ def test_bf16_inputs_stay_within_the_bounds_of_the_design():
     assert_close(low[2:], high[2:], tolerance=8e-3)
 
 
+@pytest.mark.parametrize("backend", ["chunk", "reference"])
+def test_default_scale_and_normalised_queries_and_keys(backend):
+    torch.manual_seed(0)
+    q, k, *others = make_inputs(1, 9, 1, 2, 4, 3)
+    found = gated_delta_rule(q, k, *others, backend=backend)
+    assert_close(found, gated_delta_rule(q, k, *others, scale=4**-0.5, backend=backend))
+    units = [x / (x.square().sum(-1, keepdim=True) + 0.3).sqrt() for x in (3 * q, 0.2 * k)]
+    found = gated_delta_rule(
+        3 * q, 0.2 * k, *others, use_qk_l2norm_in_kernel=True, l2norm_eps=0.3, backend=backend
+    )
+    assert_close(found, gated_delta_rule(*units, *others, backend=backend))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -72,6 +72,14 @@ def test_blocks_and_all_gradients_equal_the_full_softmax(
     assert_close(chunk, with_grads(run(inputs, prefix_len, docs, scale=scale, backend="reference"), inputs))
 
 
+def test_the_default_scale():
+    torch.manual_seed(0)
+    inputs = make_inputs(1, 5, 3, 1, 2, 4, 2)
+    for backend in ("chunk", "reference"):
+        found, expected = (run(inputs, 3, None, scale=scale, backend=backend) for scale in (None, 0.5))
+        assert_close(found, expected)
+
+
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**20),
@@ -125,11 +133,12 @@ def test_large_scores_stay_finite():
     assert_close(chunk, with_grads(run(inputs, 7, None, scale=1e4, backend="reference"), inputs))
 
 
-def test_16_bit_inputs():
+@pytest.mark.parametrize("blocks", [(16, 32), (1, 1)])
+def test_16_bit_inputs(blocks):
     torch.manual_seed(0)
     low = make_inputs(1, 50, 30, 2, 2, 16, 16, torch.bfloat16)
     high = [x.detach().double().requires_grad_() for x in low]
-    with small_blocks(16, 32):
+    with small_blocks(*blocks):  # the smallest: what sums up over many blocks is rounded once
         result = with_grads(run(low, 30, None), low)
     assert all(x.dtype == torch.bfloat16 for x in result)
     assert_close(result, with_grads(run(high, 30, None, backend="reference"), high), tolerance=8e-3)

@@ -164,6 +164,24 @@ def test_a_document_that_began_earlier_continues_from_the_state(recurrence):
 
 
 @every_recurrence
+@pytest.mark.parametrize("wide", ["tokens", "states"])
+def test_all_is_computed_in_the_widest_type(recurrence, wide):
+    torch.manual_seed(0)
+    inputs = recurrence.make_inputs(2, 11, 1, 2, 4, 3)
+    by_token, parameters, states = recurrence.parts([x.detach().float() for x in inputs])
+    gates = by_token[recurrence.own_decay :] if wide == "states" else by_token
+    by_token = [x.double() if any(x is gate for gate in gates) else x for x in by_token]
+    states = [x.double() for x in states] if wide == "states" else states
+    inputs = [x.requires_grad_() for x in (*by_token, *parameters, *states)]
+    chunk, reference = (
+        with_grads(recurrence.function(*inputs, chunk_size=4, backend=b), inputs) for b in ("chunk", "reference")
+    )
+    assert [x.dtype for x in chunk[1 + recurrence.num_states :]] == [x.dtype for x in inputs]
+    for found, expected in zip(chunk, reference, strict=True):
+        assert_close([found], [expected], tolerance=1e-12 if found.dtype == expected.dtype == torch.float64 else 1e-6)
+
+
+@every_recurrence
 def test_gradcheck(recurrence):
     torch.manual_seed(0)
     inputs = recurrence.make_inputs(1, 5, 1, 2, 2, 3)

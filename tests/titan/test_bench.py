@@ -39,6 +39,13 @@ def test_a_speed_up_only_where_the_losses_agree():
     assert not losses_agree(row("N=4", [1.0], []), baseline, "bfloat16")
 
 
+def test_rates_are_of_all_tokens_of_a_step():
+    alone, replicated = row("1F1B", [2.0], [3.0]), row("1F1B", [2.0], [3.0])
+    replicated.batches = 6  # two data-parallel ranks, three batches of each
+    assert alone.tokens_per_second(2) == 1024 * 4 / 2 / 2 and replicated.tokens_per_second(4) == 6 * 1024 * 4 / 2 / 4
+    assert "3,072" in format_row(replicated, None, 4, 2, "bfloat16")
+
+
 def test_a_row_without_figures_says_why():
     failed = Row("N=4", [], 1024, 4, error="out of memory: tried to allocate 20 GiB")
     assert format_row(failed, None, 2, 2, "bfloat16").endswith("out of memory: tried to allocate 20 GiB")
@@ -48,10 +55,11 @@ def test_a_row_without_figures_says_why():
 def test_a_small_run(tmp_path, capfd):
     path = tmp_path / "rows.jsonl"
     small = ["--tokens", "256", "--num-chunks", "2", "--steps", "1", "--warmup", "1", "--stateflow.model.num_layers=2"]
+    small += ["--microbatches", "2", "--training.global_batch_size=4"]
     status = main(["bench", "pipeline", "titan_configs/demo.toml", *small, "--json", str(path)])
     assert status == 0, capfd.readouterr().err
     baseline, chunked = (Row(**json.loads(line)) for line in path.read_text().splitlines())
-    assert chunked.chunks == [128, 128] and len(chunked.seconds) == 1
+    assert chunked.chunks == [128, 128] and len(chunked.seconds) == 1 and baseline.batches == chunked.batches == 2
     assert losses_agree(chunked, baseline, "float32")
 
 

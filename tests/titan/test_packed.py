@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,7 +109,11 @@ def test_parquet_streams_and_validation(tmp_path):
     first = next(iter(loader_of(config)))[0]
     config.validation.dataset, config.validation.steps = config.training.dataset, 2
     config.validation.local_batch_size, config.validation.seq_len = 2, 16
+    data.valid_tokens.take()
     validated = next(iter(validator_of(config).validation_dataloader))[0]
+    assert data.valid_tokens.take() == 0, "of training only"
+    config.validation.steps = -1
+    assert 0 < len(list(itertools.islice(validator_of(config).validation_dataloader, 1000))) < 1000, "to the end, once"
     assert torch.equal(first["input"], validated["input"])
     assert torch.equal(first["document_ids"], validated["document_ids"])
 
@@ -130,8 +135,8 @@ BAD_ROWS = {
     r"cu_seqlens = \[1, 3\]": {"input_ids": [1, 2, 3], "cu_seqlens": [1, 3]},
     r"cu_seqlens = \[0, 2, 1, 3\]": {"input_ids": [1, 2, 3], "cu_seqlens": [0, 2, 1, 3]},
     "say the same: drop one": {"input_ids": [1], "cu_seqlens": [0, 1], "document_ids": [0]},
-    "row 2 of .*: it has the token id 300, the model's vocab_size is 258; set .* = 301": {"input_ids": [1, 300]},
-    "the token id -1, .* ids start at 0": {"input_ids": [1, -1]},
+    "row 2 of .*: it has the token id 300, the model's vocab_size is 258; set .* = 301": {"input_ids": [1, 300, 2]},
+    "the token id -1, .* ids start at 0": {"input_ids": [1, -1, 2]},
 }
 
 
@@ -204,6 +209,29 @@ def test_every_gradient_with_columns(titan, sources, args):
     world_size = 4 if args and "shard" in args[0] else 2
     for difference, name in titan.verify(world_size, PP2, source, "--stateflow.num-chunks=5", *args):
         assert difference <= 1e-10, (name, difference)
+
+
+@pytest.mark.parametrize(
+    ("marks", "starts"),
+    [
+        (dict(bos_id=256, eos_id=257), [0, 0, 2, 3, 3, 5]),
+        (dict(bos_id=256), [0, 0, 0, 3, 3, 3]),
+        (dict(eos_id=257), [0, 0, 2, 2, 2, 5]),
+        ({}, [0] * 6),
+    ],
+)
+def test_documents_begin_at_bos_and_behind_eos(marks, starts):
+    from stateflow.titan.flavors import resolve_model
+    from tests.titan import harness
+
+    tokens, tokenizer = torch.tensor([[97, 257, 98, 256, 257, 99]]), SimpleNamespace(**marks)
+    model = TitanModel(resolve_model(harness.parse([])))
+    assert model.get_attention_masks(tokens, tokenizer).tolist() == [starts]
+    ids = {"document_ids": torch.tensor([[4, 4, 4, 4, 5, 5]])}
+    assert model.get_attention_masks(tokens, tokenizer, ids).tolist() == [[0, 0, 0, 0, 4, 4]]  # which decide alone
+    model = TitanModel(resolve_model(harness.parse(["--stateflow.no-reset-at-documents"])))
+    with pytest.raises(TypeError, match="reset_at_documents is off"):
+        model.get_attention_masks(tokens, tokenizer)
 
 
 def test_rope_reset_reaches_the_model():

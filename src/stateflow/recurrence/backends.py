@@ -6,6 +6,8 @@
     reference   the definition, slow, under plain autograd
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,22 @@ def choose(name: str, backend: str, *tensors: Tensor | None, misfit: str | None 
     if misfit is not None:
         raise ValueError(f"{name} cannot use the Triton kernels: {misfit}; use backend 'chunk' or 'auto'")
     return "triton"
+
+
+def size_misfit(names: tuple[str, str], k_dim: int, v_dim: int, dtype: torch.dtype) -> str | None:
+    """Why the kernels of a recurrence cannot take heads of these sizes, under their `names`; None if they can."""
+    if dtype == torch.float32 and k_dim > 128:
+        return f"{names[0]} must be at most 128 in float32, whose tiles need more shared memory; it is {k_dim}"
+    for name, size in zip(names, (k_dim, v_dim), strict=True):
+        if size % 8 or not 16 <= size <= 256:
+            nearest = min(256, max(16, -(-size // 8) * 8))
+            return f"{name} must be a multiple of 8 from 16 to 256, it is {size} (the nearest is {nearest})"
+    return None
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device, whatever the tensors' is."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _interpreted() -> bool:

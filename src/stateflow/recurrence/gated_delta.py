@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ..chunks import check_documents
 from . import reference
-from .backends import choose
+from .backends import choose, size_misfit
 from .chunk_layout import ChunkLayout, decays, decays_backward, matmul_by_chunk
 from .numerics import at_least_float32, l2_normalize
 from .operation import Operation
@@ -293,13 +293,7 @@ def _num_segments(q: Tensor, v: Tensor) -> int:
 
 def kernel_size_misfit(k_dim: int, v_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why the Triton kernels cannot take heads of these sizes; None if they can."""
-    if dtype == torch.float32 and k_dim > 128:
-        return f"K must be at most 128 in float32, whose tiles need more shared memory; it is {k_dim}"
-    for name, size in (("K", k_dim), ("V", v_dim)):
-        if size % 8 or not 16 <= size <= 256:
-            nearest = min(256, max(16, -(-size // 8) * 8))
-            return f"{name} must be a multiple of 8 from 16 to 256, it is {size} (the nearest is {nearest})"
-    return None
+    return size_misfit(("K", "V"), k_dim, v_dim, dtype)
 
 
 def gated_delta_rule(

@@ -8,23 +8,16 @@ On first use for a kind of problem the kernels must agree with the chunk form (`
 the chunk form takes their place inside the operation: graphs, saved tensors and recomputation stay as they are.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
 from . import self_check
+from .backends import on_device_of
 from .gated_delta import _gated_delta_rule as _chunk_form
 from .gated_delta import _gated_delta_rule_backward as _chunk_form_backward
 from .operation import Operation
 
 CHUNK = 64
-
-
-def _on_device(x: Tensor):
-    """Triton launches on the current device, whatever the tensors' is."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
 
 # What `_choose_plan` said: to ask again would cost more than a launch.
 _chosen: dict[tuple, object] = {}
@@ -88,7 +81,7 @@ def _gated_delta_rule_triton(
     eps: normalise q and k, as the kernels do.
     """
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT)
-    with _on_device(v_BTHV):
+    with on_device_of(v_BTHV):
         plan = _plan(q_BTHK, v_BTHV, doc_start_BT, eps, num_segments)
         if plan is None:
             output, state = chunk_form(*inputs, scale, eps)
@@ -125,7 +118,7 @@ def _gated_delta_rule_triton_backward(
     eps: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV, doc_start_BT)
-    with _on_device(v_BTHV):
+    with on_device_of(v_BTHV):
         plan = _plan(q_BTHK, v_BTHV, doc_start_BT, eps, maps_BHGKK.shape[2] + 1)
         if plan is None:
             return chunk_form_backward(grad_o_BTHV, grad_state_BHKV, *inputs, scale, eps)

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from ..chunks import check_documents
 from . import reference
-from .backends import choose
+from .backends import choose, size_misfit
 from .chunk_layout import ChunkLayout, decays, decays_backward, matmul_by_chunk
 from .numerics import at_least_float32, sigmoid, softplus
 from .operation import Operation
@@ -471,13 +471,7 @@ def _check(
 
 def kernel_size_misfit(n_dim: int, p_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why the Triton kernels cannot take heads of these sizes; None if they can."""
-    if dtype == torch.float32 and n_dim > 128:
-        return f"N must be at most 128 in float32, whose tiles need more shared memory; it is {n_dim}"
-    for name, size in (("N", n_dim), ("P", p_dim)):
-        if size % 8 or not 16 <= size <= 256:
-            nearest = min(256, max(16, -(-size // 8) * 8))
-            return f"{name} must be a multiple of 8 from 16 to 256, it is {size} (the nearest is {nearest})"
-    return None
+    return size_misfit(("N", "P"), n_dim, p_dim, dtype)
 
 
 def _kernel_misfit(inputs: Inputs, chunk_size: int) -> str | None:

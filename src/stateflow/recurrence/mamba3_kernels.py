@@ -5,13 +5,13 @@ chunk form (`self_check`); where no plan does, the chunk form takes their place 
 """
 
 import dataclasses
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import self_check
+from .backends import on_device_of
 from .mamba3 import _OUTPUTS, _SCHEMA, KERNEL_CHUNK, Inputs, _chunk_form, _chunk_form_backward
 from .operation import Operation
 
@@ -166,11 +166,6 @@ def _choose_plan(inputs: Inputs, has_docs: bool):
     return self_check.checked_plan(problem, plan)
 
 
-def _on_device(x: Tensor):
-    """Triton launches on the current device, whatever the tensors' is."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
 def chunk_form(inputs: Inputs, *options, beside=None) -> tuple[Tensor, ...]:
     """What is to run beside the kernels, then the chunk form, which has no place for it."""
     if beside is not None:
@@ -193,7 +188,7 @@ def forward(
     inputs: Inputs, doc_start_BT: Tensor | None, norm_eps: float, A_floor: float, chunk_size: int, beside=None
 ) -> tuple[Tensor, ...]:
     """The operation without autograd. `beside`: a `stateflow_kernels.mamba3_rule.Beside`, which may write x and z."""
-    with _on_device(inputs.x):
+    with on_device_of(inputs.x):
         plan = _plan(inputs, doc_start_BT)
         if plan is None:
             return chunk_form(inputs, doc_start_BT, norm_eps, A_floor, chunk_size, beside=beside)
@@ -231,7 +226,7 @@ def backward(
     beside=None,
 ) -> Inputs:
     """The gradients of all inputs, without autograd. `beside` may write the gradient of y, in the type of y."""
-    with _on_device(inputs.x):
+    with on_device_of(inputs.x):
         plan = _plan(inputs, doc_start_BT)
         if plan is None:
             return chunk_form_backward(grads, inputs, doc_start_BT, norm_eps, A_floor, chunk_size, beside=beside)

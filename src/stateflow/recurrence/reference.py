@@ -47,7 +47,7 @@ def gated_delta_rule(
         error = v_t - torch.einsum("bhkv,bhk->bhv", state, k_t)
         state = state + torch.einsum("bhk,bhv->bhkv", k_t, beta_t[..., None] * error)
         outputs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q_t))
-    return torch.stack(outputs, dim=1).to(v_BTHV.dtype), state
+    return torch.stack(outputs, dim=1).to(v_BTHV.dtype), state.to(state_BHKV.dtype)
 
 
 def short_conv(
@@ -66,7 +66,7 @@ def short_conv(
     pre = torch.einsum("btcw,cw->btc", windows_BTCW, weight_CW.to(dtype))
     y = F.silu(pre if bias_C is None else pre + bias_C.to(dtype))
     tail = inputs[:, inputs.shape[1] - (width - 1) :]
-    return y.to(x_BTC.dtype), tail.clone()
+    return y.to(x_BTC.dtype), tail.to(tail_BWC.dtype, copy=True)
 
 
 def prefix_attention(
@@ -156,7 +156,9 @@ def mamba3(
         read = torch.einsum("bhnp,bhn->bhp", state, q_t) + D[:, None] * v_t
         outputs.append(read * F.silu(z_t))
         k_last, v_last = k_t, v_t
-    return torch.stack(outputs, dim=1).to(x_BTHP.dtype), theta, state, k_last, v_last
+    incoming = (theta_BHR, state_BHNP, k_last_BHN, v_last_BHP)
+    carried = (x.to(like.dtype) for x, like in zip((theta, state, k_last, v_last), incoming, strict=True))
+    return torch.stack(outputs, dim=1).to(x_BTHP.dtype), *carried
 
 
 def _turned(x_BHN: Tensor, theta_BHR: Tensor) -> Tensor:

@@ -49,10 +49,12 @@ class Row:
     error: str = ""
     # With the memory of CUDA graphs, which counts as nobody's when a graph is replayed.
     reserved_gib: list[float] = field(default_factory=list)
+    # Batches of so many microbatches in a step: one a data-parallel rank and accumulation.
+    batches: int = 1
 
-    def tokens_per_second(self, world_size: int, replicas: int = 1) -> float:
+    def tokens_per_second(self, world_size: int) -> float:
         """Per device, from the median step."""
-        return self.seq_len * self.microbatches * replicas / statistics.median(self.seconds) / world_size
+        return self.seq_len * self.microbatches * self.batches / statistics.median(self.seconds) / world_size
 
 
 def make_rows(
@@ -272,6 +274,8 @@ def measure(row: Row, titan_args: Sequence[str], *, steps: int, warmup: int) -> 
     # Only the rank of the last stage knows the loss; the others log -1.
     row.losses = every[loss_rank(trainer.job_config, len(every))][2]
     row.flops_per_token = float(trainer.metrics_processor.num_flops_per_token)
+    data_parallel = trainer.parallel_dims.get_optional_mesh("batch")
+    row.batches = trainer.gradient_accumulation_steps * (1 if data_parallel is None else data_parallel.size())
     schedule = getattr(trainer, "pp_schedule", None)
     row.chunks = list(schedule.plan.lengths) if hasattr(schedule, "plan") else []
     trainer.close()
