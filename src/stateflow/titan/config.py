@@ -10,7 +10,7 @@ from pathlib import Path
 from stateflow.chunks import ChunkCost, ChunkPlan
 from stateflow.pipeline.policies import POLICIES
 from stateflow.planning.plan_file import PlanFile, Target, misfit, model_digest, read_plan
-from stateflow.titan.toml_types import check_types
+from stateflow.titan.toml_types import check_ranges, check_types
 
 MODEL_NAME = "stateflow"  # under which the models are registered
 DEFAULT_NUM_CHUNKS = 4
@@ -331,44 +331,6 @@ def num_stages(job_config) -> int:
     return -(-(layers + weights) // per_stage)
 
 
-# (section, key, least): torchtitan takes these as they come, and fails far away or not at all.
-_WHOLE_NUMBERS = [
-    ("parallelism", "pipeline_parallel_degree", 1),
-    ("parallelism", "tensor_parallel_degree", 1),
-    ("parallelism", "context_parallel_degree", 1),
-    ("parallelism", "expert_parallel_degree", 1),
-    ("parallelism", "data_parallel_replicate_degree", 1),
-    ("parallelism", "data_parallel_shard_degree", -1),
-    ("parallelism", "pipeline_parallel_microbatch_size", 1),
-    ("parallelism", "pipeline_parallel_layers_per_stage", 1),
-    ("parallelism", "pipeline_parallel_first_stage_less_layers", 0),
-    ("parallelism", "pipeline_parallel_last_stage_less_layers", 0),
-    ("training", "seq_len", 1),
-    ("training", "local_batch_size", 1),
-    ("training", "global_batch_size", -1),
-    ("training", "steps", 1),
-    ("validation", "seq_len", 1),
-    ("validation", "local_batch_size", 1),
-    ("validation", "freq", 1),
-    ("checkpoint", "interval", 1),
-    ("metrics", "log_freq", 1),
-]
-
-
-def _check_torchtitan(job_config) -> None:
-    """Range of the torchtitan keys that the checks below compute with, or that would end a run in its first steps."""
-    for section, key, least in _WHOLE_NUMBERS:
-        value = getattr(getattr(job_config, section), key)
-        _expect(value is None or value >= least, f"[{section}] {key} = {value} is too small; the least is {least}")
-    max_norm = job_config.training.max_norm
-    _expect(
-        max_norm > 0,  # 0 would train nothing, and a negative one uphill
-        f"[training] max_norm = {max_norm} must be above 0; without clipping it is a large number, e.g. 1e9",
-    )
-    shard = job_config.parallelism.data_parallel_shard_degree
-    _expect(shard != 0, "[parallelism] data_parallel_shard_degree = 0: use 1, or -1 for what is left")
-
-
 def _check_parts(names: list[list[str]], num_layers: int) -> None:
     """``module_fqns_per_model_part`` must hold the whole model, once and in order; a layer left out trains nothing."""
     whole = ["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
@@ -506,7 +468,7 @@ def validate(job_config) -> None:
         f"[model] name = {job_config.model.name!r} is none of these models; set [model] name = \"{MODEL_NAME}\", and "
         "flavor to one of its flavors",
     )
-    _check_torchtitan(job_config)
+    check_ranges(job_config)
     model = resolve_model(job_config)
     p, training, validation = job_config.parallelism, job_config.training, job_config.validation
     _expect(

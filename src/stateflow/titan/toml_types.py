@@ -1,4 +1,4 @@
-"""Whether the values of a train.toml are of the types that their keys declare.
+"""Whether the values of a train.toml are of the types that their keys declare, and in their range.
 
 torchtitan takes them as they come: a number as text fails far away, ``compile = true`` in place of a table is dropped,
 and ``lr = true`` is a rate of 1.
@@ -10,6 +10,29 @@ import types
 import typing
 from collections.abc import Mapping
 from typing import Any
+
+# (section, key, least): torchtitan takes these as they come, and fails far away or not at all.
+_WHOLE_NUMBERS = [
+    ("parallelism", "pipeline_parallel_degree", 1),
+    ("parallelism", "tensor_parallel_degree", 1),
+    ("parallelism", "context_parallel_degree", 1),
+    ("parallelism", "expert_parallel_degree", 1),
+    ("parallelism", "data_parallel_replicate_degree", 1),
+    ("parallelism", "data_parallel_shard_degree", -1),
+    ("parallelism", "pipeline_parallel_microbatch_size", 1),
+    ("parallelism", "pipeline_parallel_layers_per_stage", 1),
+    ("parallelism", "pipeline_parallel_first_stage_less_layers", 0),
+    ("parallelism", "pipeline_parallel_last_stage_less_layers", 0),
+    ("training", "seq_len", 1),
+    ("training", "local_batch_size", 1),
+    ("training", "global_batch_size", -1),
+    ("training", "steps", 1),
+    ("validation", "seq_len", 1),
+    ("validation", "local_batch_size", 1),
+    ("validation", "freq", 1),
+    ("checkpoint", "interval", 1),
+    ("metrics", "log_freq", 1),
+]
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
@@ -49,3 +72,18 @@ def _in_words(wanted: Any) -> str:
     if kind is list:
         return f"a list, each {_in_words(of[0])}"
     return _WORDS[wanted]
+
+
+def check_ranges(job_config) -> None:
+    """Of the torchtitan keys that other checks compute with, or that would end a run in its first steps."""
+    for section, key, least in _WHOLE_NUMBERS:
+        value = getattr(getattr(job_config, section), key)
+        if value is not None and value < least:
+            raise ValueError(f"[{section}] {key} = {value} is too small; the least is {least}")
+    max_norm = job_config.training.max_norm
+    if not max_norm > 0:  # 0 would train nothing, and a negative one uphill
+        raise ValueError(
+            f"[training] max_norm = {max_norm} must be above 0; without clipping it is a large number, e.g. 1e9"
+        )
+    if job_config.parallelism.data_parallel_shard_degree == 0:
+        raise ValueError("[parallelism] data_parallel_shard_degree = 0: use 1, or -1 for what is left")
