@@ -7,15 +7,19 @@
 Runs three chunks of each length, forward and then backward with the config's recomputation, through layers of the
 model on one GPU. Prints milliseconds per 65,536 tokens: `wall` from begin to end without a profiler, so with all
 waiting, then of kernels, in all and by kind, and the MFU of these layers if the GPU never waited. `--names`: also that
-many kernels by name, the dearest first, in front how many of them a layer runs for a chunk. Other arguments are keys of
-the config. Nothing is sent.
+many kernels by name, the dearest first, in front how many of them a layer runs for a chunk. `--host`: also how long the
+host takes to launch a layer's chunk, forward and backward, and that many functions by their own time, under cProfile.
+Other arguments are keys of the config. Nothing is sent.
 """
 
 import argparse
 import collections
+import cProfile
+import pstats
 import re
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,17 +45,53 @@ KINDS = {
 }
 
 
-def kernel_times(stage: ChunkStage, length: int, dim: int, dtype: torch.dtype) -> tuple:
-    """Microseconds a chunk: (by kernel, in all from begin to end), and how many of each kernel."""
+class Units:
+    """Three chunks through a stage."""
 
-    def run() -> None:
-        inputs = [torch.randn(1, length, dim, device="cuda", dtype=dtype) for _ in range(CHUNKS)]
-        grad = torch.randn(1, length, dim, device="cuda", dtype=dtype)
-        for chunk, x in enumerate(inputs):
-            stage.forward(0, chunk, x)
+    def __init__(self, stage: ChunkStage, length: int, dim: int, dtype: torch.dtype):
+        self.stage = stage
+        self.inputs = [torch.randn(1, length, dim, device="cuda", dtype=dtype) for _ in range(CHUNKS)]
+        self.grad = torch.randn(1, length, dim, device="cuda", dtype=dtype)
+
+    def forward(self) -> None:
+        for chunk, x in enumerate(self.inputs):
+            self.stage.forward(0, chunk, x)
+
+    def backward(self) -> None:
         for chunk in reversed(range(CHUNKS)):
-            stage.backward(0, chunk, grad)
+            self.stage.backward(0, chunk, self.grad)
 
+    def run(self) -> None:
+        self.forward()
+        self.backward()
+
+
+def host_times(units: Units, layers: int, functions: int) -> None:
+    """Prints microseconds of the host a layer and chunk, with the device idle before."""
+    taken = []
+    for _ in range(TIMED):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        units.forward()
+        between = time.perf_counter()
+        units.backward()
+        taken.append((between - begin, time.perf_counter() - between))
+    medians = [1e6 * statistics.median(times) / CHUNKS / layers for times in zip(*taken, strict=True)]
+    print("host, us a layer and chunk: forward {:.0f}, backward {:.0f}".format(*medians))
+    with torch.autograd.set_multithreading_enabled(False), cProfile.Profile() as profiled:  # of this thread only
+        for _ in range(TIMED):
+            units.run()
+        torch.cuda.synchronize()
+    stats = pstats.Stats(profiled)
+    each = TIMED * CHUNKS * layers
+    for place in sorted(stats.stats, key=lambda place: -stats.stats[place][2])[:functions]:
+        _, calls, own, cumulative, _ = stats.stats[place]
+        where = f"{'/'.join(Path(place[0]).parts[-2:])}:{place[1]} {place[2]}"
+        print(f"{calls / each:>17.2f} {1e6 * own / each:>8.1f} {1e6 * cumulative / each:>8.1f} {where}", flush=True)
+
+
+def kernel_times(run: Callable[[], None]) -> tuple:
+    """Microseconds a chunk: (by kernel, in all from begin to end), and how many of each kernel."""
     for _ in range(WARM_UP):
         run()
     walls = []
@@ -85,6 +125,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 16384, 8192, 4096])
     parser.add_argument("--names", type=int, default=0)
+    parser.add_argument("--host", type=int, default=0)
     options, keys = parser.parse_known_args()
     end_without_cuda(parser)
     try:
@@ -101,7 +142,8 @@ def main() -> None:
     for length in options.lengths:
         plan = ChunkPlan.explicit(CHUNKS * length, [length] * CHUNKS)
         stage = ChunkStage(module, plan, job.compute_dtype, is_last=False)
-        times, wall, counts = kernel_times(stage, length, job.model.dim, job.compute_dtype)
+        units = Units(stage, length, job.model.dim, job.compute_dtype)
+        times, wall, counts = kernel_times(units.run)
         kinds = by_kind(times)
         shown = [1e-3 * PER_TOKENS / length * kinds[kind] for kind in KINDS]
         mfu = flops * PER_TOKENS / (1e-3 * sum(shown)) / peak
@@ -111,6 +153,8 @@ def main() -> None:
         for name, micros in times.most_common(options.names):
             each = counts[name] / CHUNKS / options.layers
             print(f"{each:>17.2f} {1e-3 * PER_TOKENS / length * micros:>8.1f} {name[:100]}", flush=True)
+        if options.host:
+            host_times(units, options.layers, options.host)
 
 
 if __name__ == "__main__":
