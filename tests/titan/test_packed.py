@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import random
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from torchtitan.hf_datasets import DatasetConfig
 
 from stateflow.titan import data, packed
 from stateflow.titan.model import TitanModel
@@ -100,6 +102,23 @@ def test_the_position_is_kept_in_the_midst_of_a_row_and_an_epoch(tmp_path, num_b
         assert columns.keys() == expected.keys() == {"input", "document_ids"}
         assert all(torch.equal(columns[name], expected[name]) for name in columns)
         assert torch.equal(labels, expected_labels)
+
+
+@pytest.mark.parametrize("num_before", [2, 3])
+def test_a_stream_resumes_where_the_rest_of_an_epoch_has_no_tokens(monkeypatch, num_before):
+    rows = [{"input_ids": [token] * 5} for token in (1, 2, 3)] + [{"input_ids": []}]
+    source = DatasetConfig("", lambda _: IterableDataset.from_generator(lambda: iter(rows)), None)
+    monkeypatch.setitem(data.DATASETS, "rows", source)
+
+    def make_stream():
+        return data.TextDataset("rows", None, None, seq_len=4, infinite=True)
+
+    stopped = make_stream()
+    list(itertools.islice(iter(stopped), num_before))
+    resumed = make_stream()
+    resumed.load_state_dict(copy.deepcopy(stopped.state_dict()))
+    found = [columns["input"][0].item() for columns, _ in itertools.islice(iter(resumed), 4)]
+    assert found == [1, 2, 3, 1, 2, 3, 1][num_before : num_before + 4]
 
 
 def test_parquet_streams_and_validation(tmp_path):

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from stateflow.titan import resume
+from stateflow.titan.data import build_dataloader
+from stateflow.titan.tokenizer import build_tokenizer
 from tests.titan import harness
 
 PP1 = "--parallelism.pipeline_parallel_degree=1"
@@ -34,6 +36,13 @@ def save(checkpoint, record) -> None:
         resume.write(checkpoint, record)
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / ".metadata").write_bytes(b"")
+
+
+def manager_of(config, folder, **states):
+    return SimpleNamespace(
+        states={"train_state": SimpleNamespace(job_config=config), **states}, last_save_model_only=False,
+        _should_save=lambda *args: True, _create_checkpoint_id=lambda step: f"{folder}/checkpoint/step-{step}",
+    )  # fmt: skip
 
 
 def parse(folder, *args):
@@ -104,10 +113,16 @@ def test_files_that_have_changed_since(tmp_path):
     text.parent.mkdir()
     text.write_text('{"text": "one"}\n{"text": "two"}\n')
     data = f"--training.dataset={text.parent}"
-    save(tmp_path / "checkpoint" / "step-2", resume.describe_run(harness.parse([data]), dp_degree=2))
+    config = harness.parse([data])
+    loader = build_dataloader(2, 0, build_tokenizer(config), config)
+    text.unlink()  # a run that has begun goes on
+    checkpoint = tmp_path / "checkpoint" / "step-2"
+    resume._write_record(manager_of(config, tmp_path, dataloader=loader), 2, last_step=False)
+    save(checkpoint, None)
+    text.write_text('{"text": "one"}\n{"text": "two"}\n')
     parse(tmp_path, data)
     text.write_text('{"text": "one"}\n')
-    with pytest.raises(ValueError, match="in other data: its files = '1 of 32 bytes' there, '1 of 16 bytes' here"):
+    with pytest.raises(ValueError, match="its files = '1 with 32 bytes in all' there, '1 with 16 bytes in all' here"):
         parse(tmp_path, data)
     parse(tmp_path, data, "--checkpoint.exclude_from_loading=dataloader")
 
@@ -179,11 +194,7 @@ def test_initial_load_path(folder, tmp_path):
 
 def test_a_save_over_an_older_checkpoint_begins_by_making_that_incomplete(folder):
     """A run from an earlier step that dies while it saves would leave files of both runs, which load together."""
-    manager = SimpleNamespace(
-        states={"train_state": SimpleNamespace(job_config=harness.parse([]))}, last_save_model_only=False,
-        _should_save=lambda *args: True, _create_checkpoint_id=lambda step: f"{folder}/checkpoint/step-{step}",
-    )  # fmt: skip
-    resume._write_record(manager, 20, last_step=False)
+    resume._write_record(manager_of(harness.parse([]), folder), 20, last_step=False)
     assert resume._latest_step(folder / "checkpoint") == 10
     assert (folder / "checkpoint" / "step-20" / resume.FILE).is_file()
 

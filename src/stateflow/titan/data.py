@@ -75,8 +75,10 @@ class CountingDataLoader(ParallelAwareDataloader):
     """torchtitan's dataloader, which counts the labels other than ``IGNORE_INDEX`` in :data:`valid_tokens`.
 
     A batch is counted when it is handed out, not when a worker prefetches it. State and resumption are
-    torchtitan's.
+    torchtitan's. ``files`` says what local files it began with, see :func:`size_of_files`.
     """
+
+    files: str | None = None
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         # Not a generator itself: the parent must make its iterator now, as its state_dict() refers to it.
@@ -278,7 +280,7 @@ def size_of_files(name: str, path: str | None = None) -> str | None:
     if not (isinstance(loader, partial) and loader.func is _load_files):
         return None
     files = loader.keywords["files"]
-    return f"{len(files)} of {sum(file.stat().st_size for file in files):,} bytes"
+    return f"{len(files)} with {sum(file.stat().st_size for file in files):,} bytes in all"
 
 
 def open_local(job_config: JobConfig) -> None:
@@ -313,7 +315,7 @@ class TextDataset(HuggingFaceTextDataset):
 
     def __init__(self, *args, vocab_size: int | None = None, **kwargs):
         super().__init__(*args, **kwargs)
-        self._stream = None
+        self._stream, self._resumed = None, False
         if packed.is_packed(self._data):
             rank, ranks = kwargs.get("dp_rank", 0), kwargs.get("dp_world_size", 1)
             share = f", of the rows of data-parallel rank {rank} of {ranks}" if ranks > 1 else ""
@@ -325,8 +327,8 @@ class TextDataset(HuggingFaceTextDataset):
     def _packed_windows(self):
         yield from self._stream.windows()  # of a row in the midst of which a checkpoint was taken
         while True:
-            # Of what is left of an epoch after a resume nothing is said.
-            empty = self._sample_idx == 0
+            # What is left of an epoch after a resume may be empty. Streams do not count rows in their state.
+            empty, self._resumed = not self._resumed, False
             for row in self._get_data_iter():
                 self._sample_idx += 1
                 self._stream.add(row, self._sample_idx)
@@ -350,6 +352,7 @@ class TextDataset(HuggingFaceTextDataset):
         if isinstance(self._data, IterableDataset):
             self._data.set_epoch(state_dict["data"].get("epoch", 0))
         super().load_state_dict(state_dict)
+        self._resumed = True
         if self._stream is not None:
             self._stream.load_state_dict(state_dict)
 
@@ -397,7 +400,9 @@ def build_dataloader(
             vocab_size=_vocab_size(job_config),
         )
     options = {**asdict(training.dataloader), "batch_size": training.local_batch_size}
-    return CountingDataLoader(dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **options)
+    loader = CountingDataLoader(dataset, dp_rank=dp_rank, dp_world_size=dp_world_size, **options)
+    loader.files = size_of_files(training.dataset, training.dataset_path)
+    return loader
 
 
 def build_validator(job_config: JobConfig, dp_world_size: int, dp_rank: int, **kwargs: Any) -> BaseValidator:

@@ -48,18 +48,16 @@ def describe_model(model_args) -> dict[str, Any]:
     return {**fields, "layers": model_args.layer_kinds()}
 
 
-def describe_data(job_config) -> dict[str, Any]:
-    """What the saved position in the data refers to, by config key."""
-    from stateflow.titan.data import size_of_files
-
+def describe_data(job_config, files: str | None) -> dict[str, Any]:
+    """What the saved position in the data refers to, by config key; ``files`` as `data.size_of_files` says it."""
     training = job_config.training
-    return {
+    data = {
         "[training] dataset": training.dataset,
         "[training] dataset_path": training.dataset_path,
-        "its files": size_of_files(training.dataset, training.dataset_path),
         "[training.dataloader] num_workers": training.dataloader.num_workers,
         "[stateflow] tokenizer": job_config.stateflow.tokenizer,
     }
+    return data if files is None else {**data, "its files": files}
 
 
 def describe_optimizer(job_config) -> dict[str, Any]:
@@ -67,14 +65,16 @@ def describe_optimizer(job_config) -> dict[str, Any]:
     return {f"[optimizer] {key}": getattr(job_config.optimizer, key) for key in keys}
 
 
-def describe_run(job_config, dp_degree: int, model_only: bool = False) -> dict[str, Any]:
+def describe_run(
+    job_config, dp_degree: int, model_only: bool = False, files: str | None = None
+) -> dict[str, Any]:
     from stateflow.titan.flavors import resolve_model
 
     return {
         "format": 1,
         "flavor": job_config.model.flavor,
         "model": describe_model(resolve_model(job_config)),
-        "data": describe_data(job_config),
+        "data": describe_data(job_config, files),
         "optimizer": describe_optimizer(job_config),
         "data_parallel_degree": dp_degree,
         "holds": "model" if model_only else "everything",
@@ -132,8 +132,11 @@ def _write_record(manager, step: int, last_step: bool) -> None:
         return
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    dp_degree = getattr(manager.states.get(_DATALOADER), "dp_world_size", 1)
-    record = describe_run(job_config, dp_degree, model_only=last_step and manager.last_save_model_only)
+    loader = manager.states.get(_DATALOADER)
+    dp_degree = getattr(loader, "dp_world_size", 1)
+    # The files that it began with: by now they may have changed, or be gone.
+    files = getattr(loader, "files", None)
+    record = describe_run(job_config, dp_degree, last_step and manager.last_save_model_only, files)
     folder = Path(manager._create_checkpoint_id(step))
     for name in _COMPLETE:  # of an earlier run: with these, a save that is cut short would pass as a mix of both
         (folder / name).unlink(missing_ok=True)
@@ -257,6 +260,8 @@ def _check_optimizer(job_config, record, checkpoint: Path) -> None:
 
 
 def _check_position(job_config, record, checkpoint: Path, world_size: int | None) -> None:
+    from stateflow.titan.data import size_of_files
+
     way_out = "--checkpoint.exclude_from_loading dataloader resumes everything else and reads the data from its start"
     saved, mine = record.get("data_parallel_degree"), data_parallel_degree(job_config, world_size)
     if None not in (saved, mine) and saved != mine:
@@ -265,7 +270,8 @@ def _check_position(job_config, record, checkpoint: Path, world_size: int | None
             f"data loader's position cannot be divided among another number of ranks; keep {saved} (data_parallel_"
             f"shard_degree x data_parallel_replicate_degree), or {way_out}"
         )
-    differences = _differences(record["data"], describe_data(job_config))
+    files = size_of_files(job_config.training.dataset, job_config.training.dataset_path)
+    differences = _differences(record["data"], describe_data(job_config, files))
     if differences:
         raise ValueError(
             f"the checkpoint {checkpoint} has its position in other data: {'; '.join(differences)}; set them as they "
