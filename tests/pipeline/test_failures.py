@@ -147,6 +147,17 @@ def test_the_watchdog_counts_from_when_a_message_was_asked_for_as_nccl_does():
     )
 
 
+def test_a_message_that_the_device_has_just_come_to_may_be_there():
+    rank = Asynchronous(asked=0.0)
+    rank.look(0.0)
+    for mark in list(rank.progress.marks)[:2]:
+        mark.event.done = True  # a computation that takes longer than the timeout
+    rank.look(100.0)
+    assert not rank.reports
+    rank.look(100.1)
+    assert len(rank.reports) == 1
+
+
 def test_the_watchdog_leaves_a_long_computation_alone(capsys):
     rank = Asynchronous()
     rank.progress.marks.popleft()[1].done = True  # the first message has come
@@ -266,3 +277,16 @@ def test_a_process_that_ends_abruptly_leaves_its_place(tmp_path, monkeypatch):
         assert soon(path.exists)
         raise ZeroDivisionError
     assert soon(lambda: not path.exists())
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_where_an_error_tells_the_place_stays_untold_although_the_device_waits(tmp_path, monkeypatch, error):
+    monkeypatch.setenv(watchdog.publish.__globals__["REPORTS"], str(tmp_path))
+    rank = Asynchronous(asked=time.monotonic())
+    with pytest.raises(error), rank.progress.step():
+        rank.watchdog._watch_once()
+        assert list(tmp_path.iterdir())
+        raise error
+    assert not list(tmp_path.iterdir())
+    rank.watchdog._watch_once()
+    assert rank.progress.marks and not list(tmp_path.iterdir())

@@ -92,6 +92,7 @@ class Progress:
     ):
         self.rank, self.timeout, self.record, self.name_peer, self.clock = rank, timeout, record, name_peer, clock
         self.in_step = False
+        self.raised = False  # the last step did, which says why the process ends
         self.place = Place()
         self.changes = 0  # how often the host's place has changed
         self.marks: deque[Mark] = deque()  # oldest first, without those seen to be done
@@ -101,12 +102,13 @@ class Progress:
     def step(self) -> Iterator[None]:
         """Around all actions of a step. Any exception of theirs gets a note of the place."""
         self._move(Place())
-        self.in_step = True
+        self.in_step, self.raised = True, False
         try:
             yield
-        except Exception as error:
-            leave_word(None)  # the error tells
-            if not isinstance(error, PeerError):
+        except BaseException as error:
+            self.raised = True
+            leave_word(None)
+            if isinstance(error, Exception) and not isinstance(error, PeerError):
                 error.add_note(self.report("failed"))
             raise
         finally:

@@ -57,14 +57,20 @@ class Watchdog:
     def _watch(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # else the first query would open a context on device 0
-        while (progress := self._progress()) is not None:
-            poll = self.look(progress, time.monotonic())
-            if progress.in_step or progress.marks:
-                leave_word(progress.report("its process ended without a word; last seen here", where(progress)))
-            else:
-                leave_word(None)
-            del progress  # its owner may go in the meantime
+        while (poll := self._watch_once()) is not None:  # without a hold on progress: its owner may go in the meantime
             time.sleep(poll)
+
+    def _watch_once(self) -> float | None:
+        """Returns the seconds to the next time; None if there is nothing left to watch."""
+        progress = self._progress()
+        if progress is None:
+            return None
+        poll = self.look(progress, time.monotonic())
+        if (progress.in_step or progress.marks) and not progress.raised:
+            leave_word(progress.report("its process ended without a word; last seen here", where(progress)))
+        else:
+            leave_word(None)
+        return poll
 
     def look(self, progress: Progress, now: float) -> float:
         """Takes one look; returns the seconds to the next."""
@@ -78,7 +84,8 @@ class Watchdog:
             self._changes, self._since, self._reported = progress.changes, now, False
         place, asked = _front(progress)
         waited = now - self._since
-        if asked is not None and now - asked > max(limit, waited):  # NCCL's clock, which counts from there
+        # NCCL's clock counts from there. Where the device has just come to this message it may be there already.
+        if asked is not None and not moved and now - asked > max(limit, waited):
             self._report_once(progress, place, f"still not there {now - asked:.1f} s after it was asked for")
         elif waited > limit:
             self._report_once(progress, place, f"no progress for {waited:.1f} s")
