@@ -256,17 +256,19 @@ def _processes(options, config) -> int:
     """How many to start.  ValueError where the config's degrees, kernels or size cannot be had on this machine."""
     import torch
 
+    from stateflow.titan import shared_gpus
     from stateflow.titan.cpu_host import refuse_large
-    from stateflow.titan.shared_gpus import VARIABLE, devices_missing
 
     needed = world_size(config)
     nproc = options.nproc or needed
     if nproc % needed:
         raise ValueError(f"--nproc {nproc}: the config's parallel degrees need {needed} processes, or a multiple")
-    if torch.cuda.is_available() and (missing := devices_missing(nproc)):
+    missing = shared_gpus.devices_missing(nproc)
+    if missing and torch.cuda.is_available() and not shared_gpus.asked():
         raise ValueError(
-            f"{missing}; lower the degrees in [parallelism], start torchrun on several machines, take the CPU with "
-            f"CUDA_VISIBLE_DEVICES= in front, or try it out with {VARIABLE}=1, where ranks take turns on a GPU"
+            f"{missing}; lower --nproc or the degrees in [parallelism], start torchrun on several machines, take the "
+            f"CPU with CUDA_VISIBLE_DEVICES= in front, or try it out with {shared_gpus.VARIABLE}=1, where ranks take "
+            "turns on a GPU"
         )
     interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
     if config.stateflow.kernels == "triton" and not torch.cuda.is_available() and not interpreted:

@@ -1,11 +1,13 @@
 """More ranks than GPUs: refused with a word, or each with a GPU and a host name that NCCL lets pass."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from stateflow.cli import main
+from stateflow.cli import main, parse_config
+from stateflow.commands import compare, plan_verify
 from stateflow.titan import shared_gpus
 
 DEMO = "titan_configs/demo.toml"
@@ -46,7 +48,16 @@ def test_ranks_of_one_gpu_are_hosts_of_their_own(gpus, monkeypatch):
         places.add((os.environ["NCCL_HOSTID"], os.environ["LOCAL_RANK"]))
     assert len(places) == 8
     assert len({host for host, _ in places}) == 3  # with peer access within each
-    assert shared_gpus.devices_missing(8) is None
+
+
+def test_what_measures_a_plan_does_not_share(gpus, monkeypatch):
+    """It would choose by times at which ranks took turns."""
+    gpus(1)
+    monkeypatch.setenv(shared_gpus.VARIABLE, "1")
+    scenario = SimpleNamespace(job_config=parse_config(["--job.config_file", DEMO]))
+    assert plan_verify.devices_missing(scenario) == "the run needs 2 GPUs, here is 1"
+    with pytest.raises(ValueError, match="--measure: the run needs 2 GPUs, here is 1"):
+        compare._check_machine(scenario)
 
 
 @pytest.mark.parametrize("asked, count, ranks", [("0", 1, 2), ("1", 2, 2), ("1", 0, 2)])

@@ -19,10 +19,10 @@ def asked() -> bool:
 
 
 def devices_missing(num_ranks: int) -> str | None:
-    """That this machine has fewer GPUs, or without any fewer cores, than ranks; None if not, or if GPUs are shared."""
+    """That this machine has fewer GPUs, or without any fewer cores, than ranks; None if not."""
     gpus = torch.cuda.is_available()
     here = torch.cuda.device_count() if gpus else os.cpu_count() or 1
-    if num_ranks <= here or (gpus and asked()):
+    if num_ranks <= here:
         return None
     return f"the run needs {num_ranks} {'GPUs' if gpus else 'cores'}, here {'is' if here == 1 else 'are'} {here}"
 
