@@ -105,9 +105,6 @@ def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-_KINDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
-
-
 def _check_types(options: StateFlow) -> None:
     """torchtitan only warns about a wrong TOML type, so each key is checked here."""
     flags = ("enable", "reset_at_documents", "rope_reset", "sequence_parallel_norms", "mixed_precision_alone")
@@ -169,10 +166,7 @@ def _check_types(options: StateFlow) -> None:
         isinstance(options.tokenizer, str),
         f"[stateflow] tokenizer = {options.tokenizer!r} must be \"bytes\" or a path",
     )
-    for entry in dataclasses.fields(options.model):
-        value, kind = getattr(options.model, entry.name), entry.type.__args__[0]  # of "kind | None"
-        fits = type(value) is kind or (kind is float and _is_int(value))
-        _expect(value is None or fits, f"[stateflow.model] {entry.name} = {value!r} must be {_KINDS[kind]}")
+    check_types(ModelOverrides, vars(options.model), "stateflow.model")
 
 
 def chunk_cost(model_args, seq_len: int) -> ChunkCost:
