@@ -249,7 +249,7 @@ def test_a_model_of_billions_is_not_started_on_a_cpu(command, no_launch, capsys)
     config = str(DEMO.parent / "gdn_3b_2gpu.toml")
     assert main([*words[:where], config, *words[where:]]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("stateflow: gdn_3b has 3.0 billion parameters and there is no GPU here; on a CPU")
+    assert error.startswith("stateflow: gdn_3b has 3.01 billion parameters and there is no GPU here; on a CPU take one")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there they measure")

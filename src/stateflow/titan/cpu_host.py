@@ -43,8 +43,8 @@ def refuse_large(job_config) -> None:
     parameters = count_parameters(resolve_model(job_config))
     if parameters > MOST_PARAMETERS and not torch.cuda.is_available():
         raise ValueError(
-            f"{job_config.model.flavor} has {parameters / 1e9:.1f} billion parameters and there is no GPU here; on a "
-            "CPU take a small one, e.g. titan_configs/demo.toml"
+            f"{job_config.model.flavor} has {parameters / 1e9:.3g} billion parameters and there is no GPU here; on a "
+            f"CPU take one of at most {MOST_PARAMETERS / 1e9:g}, e.g. titan_configs/demo.toml"
         )
 
 
