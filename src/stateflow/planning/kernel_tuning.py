@@ -409,7 +409,8 @@ def tune(
     searches = [Search(make_bench(group[0]), default_for(group[0]), say, clock, end, dim) for group in groups]
     # The defaults first, then the second candidates of all kernels and so on: useful wherever the time ends.
     lists = [jobs for search, group in zip(searches, groups, strict=True) for jobs in search.jobs(group[0])]
-    jobs = [job for batch in itertools.zip_longest(*lists) for job in batch if job is not None]
+    # Each once: what is compiled besides may be a candidate, too.
+    jobs = list(dict.fromkeys(job for batch in itertools.zip_longest(*lists) for job in batch if job is not None))
     say(f"compiling {len(jobs)} variants")
     began = clock()
     failures = searches[0].bench.compile(jobs, 0.6 * seconds) if groups else {}
