@@ -68,6 +68,7 @@ REFUSED = {
     "--parallelism.data_parallel_replicate_degree=2": "data_parallel_replicate_degree = 2",
     "--parallelism.data_parallel_shard_degree=0": "data_parallel_shard_degree = 0",
     "--training.local_batch_size=0": "local_batch_size = 0 is too small",
+    "--training.global_batch_size=0": "global_batch_size = 0: use -1",
     "--training.seq_len=0": "seq_len = 0 is too small",
     "--training.steps=0": "steps = 0 is too small",
     "--metrics.log_freq=0": "log_freq = 0 is too small; the least is 1",

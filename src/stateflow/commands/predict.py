@@ -295,10 +295,10 @@ def read_rows(path: Path) -> list[dict]:
         raise ValueError(f"--rows {path}: {error}; {fix}") from error
     for row in rows:
         missing = [name for name in ROW_FIELDS if name not in row] if isinstance(row, dict) else ROW_FIELDS
-        if not missing and not row["error"] and not all(0 < seconds < math.inf for seconds in row["seconds"]):
-            raise ValueError(f"--rows {path}: the row {row['name']!r} took {row['seconds']} s; {fix}")
         if missing:
             raise ValueError(f"--rows {path}: a row has no {', '.join(missing)}; {fix}")
+        if not row["error"] and not all(0 < seconds < math.inf for seconds in row["seconds"]):
+            raise ValueError(f"--rows {path}: the row {row['name']!r} took {row['seconds']} s; {fix}")
     if not rows:
         raise ValueError(f"--rows {path}: has no rows; {fix}")
     return rows

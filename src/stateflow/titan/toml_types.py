@@ -87,3 +87,5 @@ def check_ranges(job_config) -> None:
         )
     if job_config.parallelism.data_parallel_shard_degree == 0:
         raise ValueError("[parallelism] data_parallel_shard_degree = 0: use 1, or -1 for what is left")
+    if job_config.training.global_batch_size == 0:
+        raise ValueError("[training] global_batch_size = 0: use -1 for one batch a data-parallel rank")
