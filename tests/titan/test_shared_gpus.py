@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stateflow.cli import main, parse_config
-from stateflow.commands import compare, plan_verify
+from stateflow.commands import compare, plan_verify, sweep
 from stateflow.titan import shared_gpus
 
 DEMO = "titan_configs/demo.toml"
@@ -58,6 +58,8 @@ def test_what_measures_a_plan_does_not_share(gpus, monkeypatch):
     assert plan_verify.devices_missing(scenario) == "the run needs 2 GPUs, here is 1"
     with pytest.raises(ValueError, match="--measure: the run needs 2 GPUs, here is 1"):
         compare._check_machine(scenario)
+    with pytest.raises(ValueError, match="the run needs 2 GPUs, here is 1; give --ranks, or --simulate"):
+        sweep.measure_cell(None, scenario, [])
 
 
 @pytest.mark.parametrize("asked, count, ranks", [("0", 1, 2), ("1", 2, 2), ("1", 0, 2)])

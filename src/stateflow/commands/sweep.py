@@ -127,11 +127,15 @@ def simulate_cell(scenario) -> dict:
 
 def measure_cell(options: argparse.Namespace, scenario, arguments: Sequence[str]) -> dict:
     """Trains a few steps under torchrun and takes the traced steps."""
+    import torch
+
     from stateflow.cli import world_size
-    from stateflow.commands.plan_verify import train_for_a_trace
+    from stateflow.commands.plan_verify import devices_missing, train_for_a_trace
     from stateflow.titan.cpu_host import refuse_large
 
     refuse_large(scenario.job_config)
+    if torch.cuda.is_available() and (missing := devices_missing(scenario)):
+        raise ValueError(f"{missing}; give --ranks, or --simulate")
     job = scenario.job
     with tempfile.TemporaryDirectory() as folder:
         titan = titan_arguments(options.config, arguments, options.ranks)
