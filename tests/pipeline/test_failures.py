@@ -290,3 +290,15 @@ def test_where_an_error_tells_the_place_stays_untold_although_the_device_waits(t
     assert not list(tmp_path.iterdir())
     rank.watchdog._watch_once()
     assert rank.progress.marks and not list(tmp_path.iterdir())
+
+
+def test_an_idle_pipeline_leaves_the_word_of_another_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv(watchdog.publish.__globals__["REPORTS"], str(tmp_path))
+    busy, idle = Asynchronous(asked=time.monotonic()), Asynchronous()
+    idle.progress.marks.clear()
+    for rank in (busy, idle):
+        rank.watchdog._watch_once()
+    assert list(tmp_path.iterdir())
+    busy.progress.marks.clear()
+    busy.watchdog._watch_once()
+    assert not list(tmp_path.iterdir())

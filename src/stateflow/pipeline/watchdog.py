@@ -48,6 +48,7 @@ class Watchdog:
         self._end = end or end_process
         self._thread: threading.Thread | None = None
         self._changes, self._since, self._reported = -1, 0.0, False
+        self._left_word = False
 
     def start(self) -> None:
         if self._thread is None:
@@ -68,8 +69,10 @@ class Watchdog:
         poll = self.look(progress, time.monotonic())
         if (progress.in_step or progress.marks) and not progress.raised:
             leave_word(progress.report("its process ended without a word; last seen here", where(progress)))
-        else:
+            self._left_word = True
+        elif self._left_word:  # not another pipeline's of this process
             leave_word(None)
+            self._left_word = False
         return poll
 
     def look(self, progress: Progress, now: float) -> float:
