@@ -114,6 +114,17 @@ class Asynchronous:
     def look(self, now: float) -> None:
         self.watchdog.look(self.progress, now)
 
+    def check_limit(self, since: float, why: str) -> None:
+        """The second message is waited for, and reported once the limit of 9 s is over."""
+        self.look(since + 10 * EARLY - 0.1)
+        assert not self.reports
+        self.look(since + 10 * EARLY + 0.1)
+        assert len(self.reports) == 1
+        assert self.reports[0].startswith(
+            "StateFlow: rank 0, stage 0, backward of microbatch 0, chunk 1 (0B0.1), waits for the gradient of "
+            f"microbatch 0, chunk 1 from stage 1 on rank 1: {why}"
+        )
+
 
 def test_the_watchdog_names_what_the_device_waits_for_not_where_the_host_is():
     rank = Asynchronous(asked=8.0)
@@ -121,14 +132,7 @@ def test_the_watchdog_names_what_the_device_waits_for_not_where_the_host_is():
     for mark in list(rank.progress.marks)[:2]:
         mark[1].done = True
     rank.look(8.0)
-    rank.look(8.0 + 10 * EARLY - 0.1)
-    assert not rank.reports
-    rank.look(8.0 + 10 * EARLY + 0.1)
-    assert len(rank.reports) == 1
-    assert rank.reports[0].startswith(
-        "StateFlow: rank 0, stage 0, backward of microbatch 0, chunk 1 (0B0.1), waits for the gradient of "
-        "microbatch 0, chunk 1 from stage 1 on rank 1: no progress for 9.1 s"
-    )
+    rank.check_limit(8.0, "no progress for 9.1 s")
 
 
 def test_the_watchdog_counts_from_when_a_message_was_asked_for_as_nccl_does():
@@ -137,14 +141,7 @@ def test_the_watchdog_counts_from_when_a_message_was_asked_for_as_nccl_does():
     for now in (6.0, 8.0):  # the first message and what follows are there only now
         rank.progress.marks[0].event.done = True
         rank.look(now)
-    rank.look(10 * EARLY - 0.1)
-    assert not rank.reports
-    rank.look(10 * EARLY + 0.1)
-    assert len(rank.reports) == 1
-    assert rank.reports[0].startswith(
-        "StateFlow: rank 0, stage 0, backward of microbatch 0, chunk 1 (0B0.1), waits for the gradient of "
-        "microbatch 0, chunk 1 from stage 1 on rank 1: still not there 9.1 s after it was asked for"
-    )
+    rank.check_limit(0.0, "still not there 9.1 s after it was asked for")
 
 
 def test_a_message_that_the_device_has_just_come_to_may_be_there():
